@@ -18,9 +18,18 @@ def _written(text: Any) -> Any:
     raise ValueError("write a time as 2026-11-21T12:00:00Z")
 
 
+# Years that leave room to subtract a day or to convert to another zone.
+YEARS = (1970, 9998)
+
+
 def _aware(at: datetime | None) -> datetime | None:
     """Take a time without a zone as UTC."""
+    if at is not None and not YEARS[0] <= at.year <= YEARS[1]:
+        raise ValueError(_OUTSIDE.format(at.year))
     return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
+
+
+_OUTSIDE = f"expected a year from {YEARS[0]} to {YEARS[1]}; got {{}}"
 
 
 Time = Annotated[
@@ -33,6 +42,6 @@ def day(text: str, where: str) -> datetime | None:
     if not text:
         return None
     try:
-        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+        return _aware(datetime.strptime(text, "%Y-%m-%d"))
     except ValueError as error:
-        raise BadInput.at(where, "write a day as 2026-11-21", "time") from error
+        raise BadInput.at(where, "write a day as 2026-11-21, from 1970 on", "time") from error

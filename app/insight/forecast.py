@@ -203,9 +203,10 @@ def start(
     )
     if isinstance(found, Unknown):
         return found
-    told = _stretched(found, stretch)
-    learned.remember(task.id, told, board.now_s)
-    return _start(told, board.now_s, not_before_s=task.retry_at_s)
+    answer = _stretched(found, stretch)
+    learned.remember(task.id, answer, board.now_s)
+    told = estimator.bounded(_not_before(answer, task.retry_at_s - board.now_s))
+    return told if isinstance(told, Unknown) else _start(told, board.now_s)
 
 
 def _queued(row: AnyRow) -> WaitingTask:
@@ -343,20 +344,20 @@ def _stretched(found: Estimate, stretch: int) -> Estimate:
     )
 
 
-def _start(told: Estimate, now_s: float, *, not_before_s: float) -> Start:
-    """Build the answer.  `not_before_s` is the earliest time of the next attempt; 0 if there is
-    none.
-    """
-    p10_s, p50_s, p90_s = (
-        max(part, not_before_s - now_s) for part in (told.p10_s, told.p50_s, told.p90_s)
-    )
+def _not_before(told: Estimate, backoff_s: float) -> Estimate:
+    """Move the answer behind the time of the next attempt, which may have passed."""
+    p10_s, p50_s, p90_s = (max(part, backoff_s) for part in (told.p10_s, told.p50_s, told.p90_s))
+    return replace(told, p10_s=p10_s, p50_s=p50_s, p90_s=p90_s)
+
+
+def _start(told: Estimate, now_s: float) -> Start:
     return Start(
-        p10_s=p10_s,
-        p50_s=p50_s,
-        p90_s=p90_s,
-        starts_at=_at(now_s + p50_s),
-        earliest_at=_at(now_s + p10_s),
-        latest_at=_at(now_s + p90_s),
+        p10_s=told.p10_s,
+        p50_s=told.p50_s,
+        p90_s=told.p90_s,
+        starts_at=_at(now_s + told.p50_s),
+        earliest_at=_at(now_s + told.p10_s),
+        latest_at=_at(now_s + told.p90_s),
     )
 
 

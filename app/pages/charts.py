@@ -178,11 +178,12 @@ def sparkline(values: Sequence[float], *, width: int = 80, height: int = 20) -> 
     """Return the points of an SVG polyline; "" for fewer than two values."""
     if len(values) < 2:
         return ""
-    low, high = min(values), max(values)
+    # Halves, because the difference of two floats can exceed the largest float.
+    low, high = min(values) / 2, max(values) / 2
     spread = (high - low) or 1.0
     step = width / (len(values) - 1)
     return " ".join(
-        f"{n * step:.1f},{height - 1 - (value - low) / spread * (height - 2):.1f}"
+        f"{n * step:.1f},{height - 1 - (value / 2 - low) / spread * (height - 2):.1f}"
         for n, value in enumerate(values)
     )
 

@@ -52,6 +52,7 @@ def test_a_sparkline_fills_its_height():
     assert sparkline([3.0]) == ""
     assert sparkline([0.0, 4.0, 2.0]) == "0.0,19.0 40.0,1.0 80.0,10.0"
     assert sparkline([1.0, 1.0]) == "0.0,19.0 80.0,19.0"
+    assert sparkline([-1.7e308, 1.7e308]) == "0.0,19.0 80.0,1.0"
 
 
 def row(at_s, user, held_s):

@@ -65,7 +65,7 @@ class StartOut(Out):
 
 
 class UnknownOut(Out):
-    code: str = Field(description="`BLOCKED`, `TOO_WIDE` or `NO_HISTORY`.")
+    code: str = Field(description="`BLOCKED`, `TOO_WIDE`, `NO_HISTORY` or `TOO_FAR`.")
     message: str
 
 

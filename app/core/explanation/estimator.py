@@ -27,6 +27,8 @@ from operator import mul
 from statistics import fmean, median
 from typing import Protocol
 
+from app.core import units
+
 #: A task's keys from the most specific to the widest: ((tenant, user, name, width), (tenant,
 #: width), (tenant,), ()).  A key is always followed by the same wider keys.
 Who = tuple[Hashable, ...]
@@ -307,7 +309,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """Says why there is no estimate: `code` is BLOCKED, TOO_WIDE or NO_HISTORY."""
+    """Says why there is no estimate: `code` is BLOCKED, TOO_WIDE, NO_HISTORY or TOO_FAR."""
 
     code: str
     message: str
@@ -322,6 +324,9 @@ RUNS = 25
 SEED = 7
 LEAST_SPREAD = 0.25  # in log time: even equal runs do not make the model certain
 LONE_SPREAD = 0.5  # the spread if so many tasks are ahead that there was time for only one run
+DAY_S = 86_400.0
+FURTHEST_S = 30 * DAY_S  # latest end of an interval: later ones say too little to be told
+LARGEST_LOG = 500.0  # keeps `math.exp` in the range of a float
 
 
 def starts_in(
@@ -374,8 +379,25 @@ def _interval(
 ) -> Estimate:
     # 10th, 50th and 90th percentile of a normal distribution
     low, middle, high = z if z is not None else (-1.2816, 0.0, 1.2816)
-    p10_s, p50_s, p90_s = (model_s * math.exp(spread * part) for part in (low, middle, high))
+    p10_s, p50_s, p90_s = (
+        model_s * math.exp(min(spread * part, LARGEST_LOG)) for part in (low, middle, high)
+    )
     return Estimate(p10_s=p10_s, p50_s=p50_s, p90_s=p90_s, model_s=model_s, model_spread=spread)
+
+
+def bounded(told: Estimate) -> Estimate | Unknown:
+    """Return the estimate, or why it is unknown: no answer goes beyond `FURTHEST_S`."""
+    if told.p90_s <= FURTHEST_S:
+        return told
+    days = round(FURTHEST_S / DAY_S)
+    if told.p50_s > FURTHEST_S:
+        message = f"It is expected to wait longer than {days} days."
+    else:
+        message = (
+            f"Earlier tasks ran for too different times: half of such tasks start within "
+            f"{units.duration(told.p50_s)}, but more than one in ten waits longer than {days} days."
+        )
+    return Unknown(code="TOO_FAR", message=message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ SACCT = ("Submit", "ElapsedRaw", "Account")
 WIDEST = 1_000_000  # most devices of one job
 LONGEST_S = 100 * 365 * 86400.0
 
-_GPUS = re.compile(r"(?:^|,)gres/gpu=(\d+)(?=,|$)")
+_GPUS = re.compile(r"(?:^|,)gres/gpu=(\d{1,20})(?=,|$)")
+_DIGITS = 20  # most characters of a number; longer ones overflow or are not even read
 
 
 class BadTrace(ValueError):
@@ -175,7 +176,7 @@ class _Cells:
         return found
 
     def integer(self, name: str, text: str, *, least: int, most: int) -> int:
-        plain = text.removeprefix("-").isdecimal() and text.isascii()
+        plain = text.removeprefix("-").isdecimal() and text.isascii() and len(text) <= _DIGITS
         if not plain or not least <= int(text) <= most:
             raise BadTrace(self.line, f"{name} must be {least} to {most}; got {text!r}")
         return int(text)
@@ -194,7 +195,7 @@ class _Cells:
         """Return seconds since 1970; a time without a zone is UTC."""
         text = self.text(name)
         try:
-            if text.replace(".", "", 1).isdecimal():
+            if text.replace(".", "", 1).isdecimal() and len(text) <= _DIGITS:
                 return float(text)
             at = datetime.fromisoformat(text)
         except ValueError:

@@ -76,10 +76,13 @@ def running(session: Session, tenant: str | None) -> list[Running]:
     ]
 
 
+MOST_STEPS = 2**63 - 1  # the column of steps holds no more
+
+
 def steps_to_make(task: Task) -> int | None:
     """Return the number of steps that the task will make, if its parameter `steps` tells it."""
     steps = task.descriptor.get("params", {}).get("steps")
-    return steps if type(steps) is int and steps >= max(task.step, 1) else None
+    return steps if type(steps) is int and max(task.step, 1) <= steps <= MOST_STEPS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -400,7 +400,9 @@ def test_change_named_by_a_reason_ends_that_reason(session, scenery, told, code)
 def test_every_code_and_action_is_in_the_docs():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "waiting.md").read_text()
     documented = set(re.findall(r"`([A-Z_]{6,})`", page))
-    assert documented - {"NO_HISTORY", "BLOCKED", "TOO_WIDE"} == set(waiting_reasons.CODES)
+    assert documented - {"NO_HISTORY", "BLOCKED", "TOO_WIDE", "TOO_FAR"} == set(
+        waiting_reasons.CODES
+    )
     actions = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", page))
     assert set(waiting_reasons.ACTIONS) <= actions
 
@@ -539,6 +541,24 @@ class TestEstimate:
         assert 45 < one.p50_s < 75
         assert 140 < two.p50_s < 180
         assert running.seat == "d0"
+
+    def test_start_beyond_a_month_is_unknown_and_spoils_no_other(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.device("d0")
+        scenery.device("d1", kind="sim")
+        for _ in range(30):
+            self.ended(scenery, a, 200 * 86_400)
+        scenery.task(a, "running", seat="d0")
+        behind = [scenery.task(a) for _ in range(60)]
+        now = scenery.task(b, kind="sim")
+        found = explain.explain(session, [*behind, now])
+        for task in behind[10:]:
+            assert found[task.id].estimate is None
+            assert found[task.id].no_estimate == {
+                "code": "TOO_FAR",
+                "message": "It is expected to wait longer than 30 days.",
+            }
+        assert found[now.id].estimate.p50_s < 2
 
     def test_task_of_a_less_served_tenant_does_not_wait_for_others_to_end(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")

@@ -266,7 +266,12 @@ class TestMembersAndKeys:
         assert answer.status_code == 403
         assert admin.send(page, do="revoke", key="nobody").status_code == 404
         assert admin.send("/ui/members", name="red.member").status_code == 409
-        for address in ("/ui/members?cursor=x", "/ui/audit?since=x", "/ui/audit?target_id=%00"):
+        for address in (
+            "/ui/members?cursor=x",
+            "/ui/audit?since=x",
+            "/ui/audit?until=9999-12-31",
+            "/ui/audit?target_id=%00",
+        ):
             assert admin.look(address).status_code == 422, address
 
 

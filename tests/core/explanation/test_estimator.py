@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from app.core.explanation.estimator import (
     BINS,
+    DAY_S,
+    ENOUGH,
     STARTS,
     STEP,
     Calibration,
@@ -20,6 +22,7 @@ from app.core.explanation.estimator import (
     TenantLine,
     Unknown,
     WaitingTask,
+    bounded,
     starts_in,
 )
 
@@ -355,6 +358,21 @@ def test_waits_of_one_length_are_calibrated_by_themselves_once_there_are_enough(
     calibration.learn(told(10_000), 100_000)
     assert calibration.corrected(told(10_000)).p50_s == pytest.approx(100_000)
     assert calibration.corrected(told(100)).p50_s == pytest.approx(100)
+
+
+def test_interval_beyond_a_month_is_unknown():
+    near = told(1000)
+    assert bounded(near) is near
+    for far in (told(40 * DAY_S), told(3 * DAY_S, spread=3.0)):
+        assert bounded(far).code == "TOO_FAR"
+    assert "within 50.0 s" in bounded(told(50, spread=9.0)).message
+
+
+def test_errors_of_any_size_overflow_nothing():
+    calibration = Calibration()
+    for _ in range(ENOUGH):
+        calibration.learn(told(1, spread=0.001), 1e9)
+    assert bounded(calibration.corrected(told(1e9, spread=0.5))).code == "TOO_FAR"
 
 
 def test_calibration_without_data_changes_nothing():

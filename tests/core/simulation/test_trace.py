@@ -76,6 +76,8 @@ def test_a_list_without_jobs_is_no_error() -> None:
         ("1,inf,1,a", "duration must be seconds above 0; got 'inf'"),
         ("1,1,0,a", "num_gpus must be 1 to 1000000; got '0'"),
         ("1,1,1.5,a", "num_gpus must be 1 to 1000000; got '1.5'"),
+        ("9" * 400 + ",1,1,a", f"timestamp must be YYYY-MM-DD HH:MM:SS; got '{'9' * 400}'"),
+        ("1,1," + "9" * 5000 + ",a", f"num_gpus must be 1 to 1000000; got '{'9' * 5000}'"),
         ("1,1,1,", "cluster must not be empty"),
     ],
 )

@@ -158,6 +158,8 @@ class TestUsage:
             ("since=2026-11-22T00:00:00Z&until=2026-11-21T00:00:00Z", "?since"),
             ("since=2020-01-01T00:00:00Z&group_by=bucket&interval=10s", "?interval"),
             ("format=parquet", "?format"),
+            ("until=0001-01-01T00:00:00Z", "?until"),
+            ("since=9999-12-31T23:59:59-12:00", "?since"),
         ],
     )
     def test_bad_input_is_reported_with_its_pointer(self, get, key, query, pointer):
