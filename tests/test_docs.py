@@ -18,6 +18,7 @@ from app.core.model.device_choice import DeviceTraits
 from app.core.model.graphs import dependencies
 from app.local import reference_pages
 from app.settings import Settings
+from tests import missing_layers
 
 ROOT = Path(__file__).parent.parent
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,6 +78,7 @@ def test_map_names_every_room_and_nothing_else() -> None:
 
 #: Variables that no setting of the service stands for: of the command, of a command's task.
 OF_THE_ENVIRONMENT = {
+    missing_layers.SETTING,
     *("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS", "ROUNDHOUSE_SECRETS"),
     *("ROUNDHOUSE_TASK", "ROUNDHOUSE_PARAMS", "ROUNDHOUSE_INPUTS", "ROUNDHOUSE_METRICS"),
     *("ROUNDHOUSE_NOTICE", "ROUNDHOUSE_RESTARTS", "ROUNDHOUSE_TRACES"),
