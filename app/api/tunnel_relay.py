@@ -21,7 +21,6 @@ import json
 import logging
 import struct
 import time
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -51,7 +50,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 5.0
 LOOK_APART_S = 0.25  # shortest time, in seconds, between two looks at the task
 #: A session counts as idle only after more silence than this (`provisions.session.LEAST_IDLE_S`).
-JUST = timedelta(seconds=LEAST_IDLE_S / 2)
+JUST_S = LEAST_IDLE_S / 2
 REFUSALS_MAX = 10  # how often the device worker may answer that the task is not there yet
 FROM_DEVICE = FROM_HELPER | {FrameKind.OPENED, FrameKind.REFUSED}
 NORMAL, VIOLATION, TRY_LATER = 1000, 1008, 1013  # codes with which a WebSocket closes
@@ -123,7 +122,7 @@ class TunnelRelay:
         self.link: DeviceLink | None = None
         self.connected = asyncio.Event()
         self.sent = self.received = 0
-        self.active_at = datetime.now(UTC)
+        self.active_s = time.monotonic()
         self.has_exited = False  # True once the shell's exit status has passed
         self.told = ""  # the last message about the task
         self.is_idle = False  # True while the session has given its device back
@@ -181,7 +180,7 @@ class TunnelRelay:
                 await asyncio.Event().wait()  # the task's last words come from the other side
 
     def _typed(self) -> None:
-        self.active_at = datetime.now(UTC)
+        self.active_s = time.monotonic()
         if self.is_idle and self.news is not None:
             self.news.wake()
 
@@ -229,7 +228,7 @@ class TunnelRelay:
 
     def _has_just_typed(self) -> bool:
         """True if the user typed shortly before the session was found idle, or after that."""
-        return datetime.now(UTC) - self.active_at < JUST
+        return time.monotonic() - self.active_s < JUST_S
 
     async def _last_words(self) -> None:
         """Pass on the last output of the task first."""
@@ -250,7 +249,7 @@ class TunnelRelay:
 
     async def _connect(self, place: TunnelPlace) -> None:
         try:
-            ticket = self.tunnel.ticket(place.epoch, time.time())
+            ticket = self.tunnel.ticket(place.epoch, place.clock_s)
             self.link = await DeviceLink.opened(place, ticket)
         except (OSError, TimeoutError, BadFrame) as error:
             self.refusals += 1
@@ -269,7 +268,7 @@ class TunnelRelay:
                 self.tunnel,
                 sent=self.sent,
                 received=self.received,
-                active_at=self.active_at,
+                idle_s=time.monotonic() - self.active_s,
             )
 
     def _wake(self) -> None:

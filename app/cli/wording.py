@@ -714,7 +714,7 @@ def served(verb: str, devices: Sequence[JSON], named: Mapping[str, str]) -> Rend
 def _health_of(device: JSON) -> JSON:
     """Return the health of a device; empty if nothing watches it, or for an older service."""
     health: JSON = device.get("health", {})
-    is_known = health.get("is_watched") or health.get("cordon_reason")
+    is_known = any(health.get(name) for name in ("is_watched", "cordon_reason", "warnings"))
     return health if is_known else {}
 
 

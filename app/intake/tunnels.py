@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import and_, func, or_, select, text, update
 from sqlalchemy.orm import Session
 
+from app.core.device import clock_skew
 from app.core.model.lifecycle import ENDED, State
 from app.core.model.provisions import session as session_model
 from app.core.model.provisions.tunnel import (
@@ -28,6 +29,7 @@ from app.core.model.provisions.tunnel import (
     why_not_into,
 )
 from app.core.units import duration
+from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import ApiKey, Device, Task, Tunnel, User
 from app.db.transactions import now
@@ -57,6 +59,7 @@ class TunnelPlace:
     state: str
     epoch: int
     device: str = ""
+    clock_s: float = 0.0  # what the wall clock of the device's host shows
     links: tuple[Any, ...] = ()
     secret: str = ""
     over: str = ""
@@ -79,13 +82,16 @@ class TakenTunnel:
     asked: dict[str, Any]
     call: audit.Call
 
-    def ticket(self, epoch: int, now_s: float) -> TunnelTicket:
-        """Return the ticket for the device worker; each attempt to connect has its own."""
+    def ticket(self, epoch: int, clock_s: float) -> TunnelTicket:
+        """Return the ticket for the device worker; each attempt to connect has its own.
+
+        `clock_s` is what the clock of the device's host shows.
+        """
         return TunnelTicket(
             tunnel=f"{self.id}/{secrets.token_hex(8)}",
             task=self.task_id,
             epoch=epoch,
-            expires_s=int(now_s + TICKET_S),
+            expires_s=int(clock_s + TICKET_S),
             **{**self.asked, "words": tuple(self.asked["words"])},
         )
 
@@ -191,10 +197,14 @@ def look(
     *,
     sent: int,
     received: int,
-    active_at: datetime,
+    idle_s: float,
 ) -> TunnelPlace:
-    """Record that the tunnel exists and what it has carried so far; return where its task is."""
+    """Record that the tunnel exists and what it has carried so far; return where its task is.
+
+    `idle_s` is the time since its user typed.
+    """
     known = update(Tunnel).where(Tunnel.id == tunnel.id)
+    active_at = now(session) - timedelta(seconds=idle_s)
     session.execute(
         known.values(
             seen_at=func.now(),
@@ -213,9 +223,21 @@ def look(
     if over := _why_over(session, tunnel, task):
         return _with(place, over=over)
     if task.state == State.running and device is not None:
-        reach = tuple(device.links)
-        return _with(place, device=device.id, links=reach, secret=device.secret)
+        reach = {"links": tuple(device.links), "secret": device.secret}
+        return _with(place, device=device.id, clock_s=_clock_s(session, device), **reach)
     return _with(place, waits=_waits(session, task), is_idle=task.hold == session_model.HOLD)
+
+
+def _clock_s(session: Session, device: Device) -> float:
+    """Return what the wall clock of the device's host shows now, by which the host judges tickets.
+
+    Device workers of the version before do not report their clock; it is taken to be right.
+    """
+    now_s, began_s = transactions.now_s(session), device.facts.get("clock_began_s")
+    if began_s is None or device.seen_at is None:
+        return now_s
+    since_s = now_s - device.seen_at.timestamp()
+    return clock_skew.wall_clock_s(began_s, sent_us=device.heard_us, since_s=since_s)
 
 
 def wake(session: Session, tunnel: TakenTunnel) -> None:
@@ -247,7 +269,7 @@ def _waits(session: Session, task: Task) -> str:
         return f"It is {task.state}."
     place = f" Place {told.place}." if told.place else ""
     start = told.estimate.starts_at if told.estimate else None
-    wait_s = (start - datetime.now(UTC)).total_seconds() if start else 0.0
+    wait_s = (start - now(session)).total_seconds() if start else 0.0
     expected = f" Expected in {duration(max(1.0, wait_s))}." if start else ""
     return f"{told.reasons[0]['message']}{place}{expected}"
 

@@ -17,7 +17,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from celery import Celery
@@ -25,11 +24,15 @@ from celery.utils.nodenames import anon_nodename
 from kombu import serialization
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as over_redis
-from redis.exceptions import ResponseError
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+from redis.retry import Retry
 
 log = logging.getLogger(__name__)
 
 CONTROL_QUEUE = "control"
+PROBE_QUEUE = "control.probe"  # nobody reads it
 
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
 ISLAND_NUDGE = "island.nudge"  # look again
@@ -47,8 +50,9 @@ READ_TOGETHER = 16  # messages in one exchange: bounds memory, as each may be la
 TURNS_TOGETHER, TURNS_LIMIT_BYTES = 1024, 16 * 2**20
 
 #: The messages that this process accepts, by name: the function that handles them. It is called
-#: with the time at which the message expires, and with its text.
-HEARD: dict[str, Callable[[str | None, str], None]] = {}
+#: with the message's text. No message expires: clocks of two hosts are never compared, and an old
+#: message changes nothing, because it carries an old epoch, process or time of its sender.
+HEARD: dict[str, Callable[[str], None]] = {}
 
 #: Functions that are called once all messages that waited in the queues were handed over.
 HEARD_ALL: list[Callable[[], None]] = []
@@ -87,17 +91,33 @@ def make_celery(name: str, redis_url: str, tls: dict[str, Any] | None = None) ->
     return celery
 
 
-def send(celery: Celery, name: str, queue: str, text: str = "", *, expires_s: float = 30.0) -> None:
+def send(celery: Celery, name: str, queue: str, text: str = "") -> None:
     """Publish one hint; raises kombu.exceptions.OperationalError if Redis does not take it."""
     # Do not repeat the body in the headers, where it is never read.
     shown = {"argsrepr": "", "kwargsrepr": ""}
     args = (text,) if text else ()
-    celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True, **shown)
+    celery.send_task(name, args=args, queue=queue, ignore_result=True, **shown)
 
 
-def send_all(
-    celery: Celery, name: str, texts: Sequence[tuple[str, str]], *, expires_s: float = 30.0
-) -> dict[str, str]:
+def refusal(redis_url: str, tls: Mapping[str, Any], *, timeout_s: float = 2.0) -> str:
+    """Put a message into a queue and take it out again; return why Redis refuses that, or "".
+
+    A Redis that answers PING may still take no message: a replica, a full one, one without a disk.
+    """
+    options = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, **tls}
+    try:
+        with Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), **options) as client:
+            client.lpush(PROBE_QUEUE, "")
+            client.rpop(PROBE_QUEUE)
+    except (RedisError, OSError) as error:
+        code = getattr(error, "status_code", None) or ""
+        if code or isinstance(error, ResponseError):
+            return f"refuses messages: {code} {error}".replace(":  ", ": ")
+        return f"no answer: {type(error).__name__}"
+    return ""
+
+
+def send_all(celery: Celery, name: str, texts: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Publish hints, each (queue, text), in one exchange with Redis.
 
     The messages have the form that Celery gives to those of `send`, but are made here: Celery would
@@ -106,7 +126,7 @@ def send_all(
     kombu.exceptions.OperationalError or redis.exceptions.RedisError if Redis does not answer, and
     then some messages may have been published.
     """
-    wrapped = _wrappings(name, expires_s)
+    wrapped = _wrappings(name)
     with celery.producer_or_acquire() as producer, producer.channel.conn_or_acquire() as client:
         pipeline = client.pipeline(transaction=False)
         for queue, text in texts:
@@ -119,19 +139,17 @@ def send_all(
     }
 
 
-def _wrappings(name: str, expires_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def _wrappings(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the headers and properties that all messages sent together have in common."""
-    until = datetime.now(UTC) + timedelta(seconds=expires_s)
     shown = {"argsrepr": "", "kwargsrepr": ""}
     unused = dict.fromkeys(
-        ("shadow", "eta", "group", "group_index", "parent_id", "stamped_headers")
+        ("shadow", "eta", "expires", "group", "group_index", "parent_id", "stamped_headers")
     )
     headers = {
         **unused,
         **shown,
         "lang": "py",
         "task": name,
-        "expires": until.isoformat(),
         "retries": 0,
         "timelimit": [None, None],
         "origin": anon_nodename(),
@@ -141,7 +159,6 @@ def _wrappings(name: str, expires_s: float) -> tuple[dict[str, Any], dict[str, A
     }
     properties = {
         "delivery_mode": 2,
-        "expiration": str(int(expires_s * 1e3)),
         "priority": 0,
         "body_encoding": "base64",
         **shown,
@@ -248,7 +265,7 @@ class Channel(over_redis.Channel):
             self._complaint.say(error)
         except ResponseError as error:
             if not str(error).startswith("WRONGTYPE"):
-                raise
+                raise  # the consumer connects anew
             self._complaint.say(error)
             self._remove_what_is_no_queue()
         return True
@@ -274,11 +291,11 @@ class Channel(over_redis.Channel):
 
     def _take(self, item: bytes) -> None:
         try:
-            headers, text = _opened(item)
+            task, text = _opened(item)
         except NotAMessage as error:
             self._complaint.say(error)
             return
-        HEARD[headers["task"]](headers.get("expires"), text)
+        HEARD[task](text)
 
     def _remove_what_is_no_queue(self) -> None:
         """Delete keys of other types that were put in a queue's place, so that the queue works
@@ -293,7 +310,14 @@ class Channel(over_redis.Channel):
 
 
 class Transport(over_redis.Transport):
+    """Counts every error of Redis as a loss of the connection: the worker waits and connects anew.
+
+    A Redis that fails over, is full, or has lost our rights answers each command with an error. By
+    itself Celery ends the process at such a reply.
+    """
+
     Channel = Channel
+    connection_errors = (*over_redis.Transport.connection_errors, RedisError)
 
 
 TRANSPORT_ALIASES["roundhouse"] = f"{__name__}:Transport"
@@ -311,8 +335,8 @@ def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
     return queue, item
 
 
-def _opened(item: bytes) -> tuple[dict[str, Any], str]:
-    """Return the headers and the text of a message for us; raises NotAMessage."""
+def _opened(item: bytes) -> tuple[str, str]:
+    """Return the name and the text of a message for us; raises NotAMessage."""
     if len(item) > MESSAGE_LIMIT_BYTES:
         raise NotAMessage(f"{len(item)} bytes")
     if item.count(b"[") + item.count(b"{") > BRACKETS_LIMIT:
@@ -326,7 +350,7 @@ def _opened(item: bytes) -> tuple[dict[str, Any], str]:
         raise NotAMessage(f"{item[:60]!r}: {error!r:.100}") from error
     if len(item) - text_bytes > WRAPPING_LIMIT_BYTES:
         raise NotAMessage(f"{len(item) - text_bytes} bytes of headers")
-    return message["headers"], text
+    return message["headers"]["task"], text
 
 
 def _check(message: dict[str, Any]) -> None:
@@ -339,8 +363,6 @@ def _check(message: dict[str, Any]) -> None:
         raise ValueError(f"the message must be JSON; got {kind}")
     if headers["task"] not in HEARD:
         raise ValueError(f"no handler for {headers['task']!r}")
-    if not isinstance(headers.get("expires"), str | None):
-        raise ValueError("the headers have invalid types")
     if not isinstance(properties["delivery_tag"], str):
         raise ValueError("the delivery tag is not a text")
     properties["delivery_info"].items()

@@ -210,7 +210,7 @@ class TunnelServer(threading.Thread):
             raise BadTicket("the ticket is not the one that was named")
         ticket = TunnelTicket.decoded(body)
         if ticket.expires_s <= now_s:
-            raise BadTicket("the ticket has expired; are the clocks of the hosts right?")
+            raise BadTicket("the ticket has expired")
         if tunnel.named in self._used:
             raise BadTicket("the ticket was used before")
         self._used[tunnel.named] = ticket.expires_s

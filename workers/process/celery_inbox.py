@@ -12,18 +12,21 @@ have.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import celery
 from celery import Celery
 from celery.signals import celeryd_after_setup, celeryd_init
 from celery.worker.consumer import Consumer
+from celery.worker.state import maybe_shutdown
 
 from app.messaging import broker
 
 log = logging.getLogger(__name__)
+
+CONNECT_AGAIN_S = 1.0
 
 
 class Hint(celery.Task):
@@ -40,10 +43,9 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
     complaint = broker.Complaint(log, f"{name} was not heard")
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
-        def hear(expires: str | None, text: str) -> None:
+        def hear(text: str) -> None:
             try:
-                if not _is_stale(expires):
-                    function(*((text,) if text else ()))
+                function(*((text,) if text else ()))
             except Exception as error:
                 complaint.say(repr(error), exc_info=True)
 
@@ -76,22 +78,41 @@ def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[...,
 
     def pass_on(message: Any, *_: object) -> None:
         # Kombu returns an empty body unparsed; a nudge has no arguments.
-        text = message.payload[0][0] if message.payload else ""
-        broker.HEARD[task.name](message.headers.get("expires"), text)
+        broker.HEARD[task.name](message.payload[0][0] if message.payload else "")
 
     return pass_on
 
 
-def _is_stale(expires: str | None) -> bool:
-    return expires is not None and datetime.fromisoformat(expires) < datetime.now(UTC)
-
-
 class QuietConsumer(Consumer):
-    """Starts without gossip, mingle and heartbeats, whatever the command line says."""
+    """Starts without gossip, mingle and heartbeats, whatever the command line says.
+
+    While Redis is away or refuses, it tries again every CONNECT_AGAIN_S and says so now and then.
+    Celery's own waits grow to 30 s, longer than a lease.
+    """
 
     def __init__(self, *args: Any, worker_options: dict[str, Any] | None = None, **kw: Any) -> None:
         quiet = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
+        self._complaint = broker.Complaint(log, "Redis is away or refuses; trying again")
         super().__init__(*args, worker_options={**(worker_options or {}), **quiet}, **kw)
+
+    def ensure_connected(self, conn: Any) -> Any:
+        connected = conn.ensure_connection(
+            lambda error, _: self._complaint.say(error),
+            max_retries=None,
+            interval_start=CONNECT_AGAIN_S,
+            interval_step=0,
+            callback=maybe_shutdown,
+        )
+        self.first_connection_attempt = False
+        return connected
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        super().on_connection_error_after_connected(exc)
+        time.sleep(CONNECT_AGAIN_S)
+
+    def on_connection_error_before_connected(self, exc: Exception) -> None:
+        self._complaint.say(exc)
+        time.sleep(CONNECT_AGAIN_S)
 
 
 @celeryd_init.connect

@@ -34,7 +34,7 @@ from app.api.access.scoped import ScopedRoute, operation_id
 from app.core.security.grants import ROLES
 from app.core.security.scopes import allows
 from app.db.models import ApiKey, Tenant, User, WebSession
-from app.db.transactions import Db, transaction
+from app.db.transactions import Db, now, transaction
 from app.errors import Forbidden, Unauthenticated
 from app.identity import audit, directory
 from app.identity.directory import Person
@@ -237,7 +237,7 @@ def sign_in_person(session: Session, person: Person) -> tuple[Caller, str]:
 
     The session belongs to a key without a secret, so it is listed and can be revoked like a key.
     """
-    ends = _session_ends()
+    ends = _session_ends(session)
     key = session.scalar(
         select(ApiKey)
         .where(ApiKey.user_id == person.user_id, ApiKey.secret_sha256 == NO_SECRET)
@@ -273,11 +273,11 @@ def sign_in(session: Session, token: str) -> tuple[Caller, str]:
             "this key is for programs (it has scopes or belongs to a service account) and cannot "
             "sign in"
         )
-    return caller, _new_cookie(session, caller.key_id, _session_ends())
+    return caller, _new_cookie(session, caller.key_id, _session_ends(session))
 
 
-def _session_ends() -> datetime:
-    return datetime.now(UTC) + timedelta(seconds=settings().web_session_s)
+def _session_ends(session: Session) -> datetime:
+    return now(session) + timedelta(seconds=settings().web_session_s)
 
 
 def _new_cookie(session: Session, key_id: str, ends: datetime) -> str:

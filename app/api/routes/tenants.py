@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Annotated, Any
 
@@ -523,7 +523,7 @@ def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -
         told = f"there is no user with id {body.user_id}"
         raise BadInput.at("/user_id", told, "unknown-user") from None
     _check_within(caller, body.scopes)
-    expires_at = _future(body.expires_at)
+    expires_at = _future(session, body.expires_at)
     scopes = None if body.scopes is None else sorted(set(body.scopes))
     token = new_key(
         session, body.user_id, body.role, body.name, scopes=scopes, expires_at=expires_at
@@ -544,8 +544,8 @@ def _key_made(session: Session, response: Response, caller: Caller, token: str) 
     return {**_key_out(row), "key": token}
 
 
-def _future(at: datetime | None) -> datetime | None:
-    if at is not None and at <= datetime.now(UTC):
+def _future(session: Session, at: datetime | None) -> datetime | None:
+    if at is not None and at <= transactions.now(session):
         raise BadInput.at("/expires_at", "must be in the future", "range")
     return at
 
@@ -584,7 +584,7 @@ def rotate_key(
     _check_rotatable(session, caller, old)
     now = transactions.now(session)
     lives = None if old.expires_at is None else old.expires_at - old.created_at
-    expires_at = _future(body.expires_at) or (None if lives is None else now + lives)
+    expires_at = _future(session, body.expires_at) or (None if lives is None else now + lives)
     token = new_key(
         session, old.user_id, old.role, old.name, scopes=old.scopes, expires_at=expires_at
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from app.core.device import clock_skew
 from app.core.device.health_cordons import Fitness, HealthReport
 from app.core.device.health_findings import HealthVerdict
 from app.db.models import Device
@@ -45,11 +46,22 @@ def device_health(device: Device) -> DeviceHealthView:
         cordon_rule=why.rule if why is not None else None,
         cordon_reason=why.reason if why is not None else None,
         cordoned_at=_at(why.at_s) if why is not None else None,
-        warnings=[*warned, *filter(None, [fitness.suspicion])],
+        warnings=[*warned, *filter(None, [fitness.suspicion, told_clock(device)])],
         reading=device.health.get("reading", {}),
         notes=[
             DeviceHealthNote(at=_at(note.at_s), told=note.told) for note in reversed(fitness.notes)
         ],
+    )
+
+
+def told_clock(device: Device) -> str:
+    """Say how far the clock of the device's host is off; empty if it is right or unknown."""
+    began_s = device.facts.get("clock_began_s")
+    if began_s is None or device.seen_at is None:
+        return ""
+    heard_s = device.seen_at.timestamp()
+    return clock_skew.told_skew(
+        clock_skew.skew_s(began_s, sent_us=device.heard_us, heard_s=heard_s)
     )
 
 

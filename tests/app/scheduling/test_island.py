@@ -42,6 +42,7 @@ from app.scheduling import journal
 from app.scheduling.board_follower import Follower
 from app.scheduling.journal import task_writer
 from app.settings import settings
+from tests.refusing_redis import NOPERM, OOM, READONLY, RefusingRedis
 from workers.control import scheduler as control
 from workers.control.scheduler import Scheduler
 
@@ -613,6 +614,18 @@ class TestSilence:
             leases_end(session)
             hear(running)
             assert state(session, "t") == "running"
+
+    @pytest.mark.parametrize("refusal", [READONLY, OOM, NOPERM], ids=lambda refusal: refusal.name)
+    def test_silence_means_nothing_while_redis_takes_no_message(
+        self, session, running, monkeypatch, servers, refusal
+    ):
+        with RefusingRedis(servers.redis_url) as proxy, proxy.refusing(refusal):
+            monkeypatch.setitem(os.environ, "REDIS_URL", proxy.url)
+            settings.cache_clear()
+            for _ in range(2):
+                leases_end(session)
+                hear(running)
+                assert state(session, "t") == "running"
 
     def test_devices_get_one_lease_after_redis_is_back(self, session, running, redis):
         redis(away=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import redis
 
 from app.messaging import broker
+from tests.refusing_redis import EACH, READONLY, RefusingRedis
 
 APP = """
 import os
@@ -33,13 +35,18 @@ def say_that_all_is_heard():
 """
 
 
-LONG_S = 3600.0  # until a message expires: a slow machine starts a worker in minutes
-OWN_TO_EACH = ("id", "root_id", "correlation_id", "delivery_tag", "expires")
-SAID = {"late\n", "one\n", "nonsense\n"}
+OWN_TO_EACH = ("id", "root_id", "correlation_id", "delivery_tag")
+SAID = {"one\n", "nonsense\n"}
 
 
 @pytest.fixture
 def worker(servers, tmp_path):
+    with _running(servers.redis_url, tmp_path) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def _running(redis_url, tmp_path):
     (tmp_path / "heard_app.py").write_text(APP)
     words = ["-A", "heard_app", "worker", "--pool", "threads", "-c", "1", "-Q", "hints"]
     words += ["-l", "WARNING"]
@@ -47,7 +54,7 @@ def worker(servers, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-m", "celery", *words],
         cwd=tmp_path,
-        env={**os.environ, "REDIS_URL": servers.redis_url, "PYTHONPATH": path},
+        env={**os.environ, "REDIS_URL": redis_url, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -58,8 +65,8 @@ def worker(servers, tmp_path):
 
 def test_received_message_is_not_stored_and_not_answered(servers, worker):
     sender = broker.make_celery("sender", servers.redis_url)
-    for word, expires_s in (("late", -1.0), ("one", LONG_S), ("nonsense", LONG_S), ("two", LONG_S)):
-        broker.send(sender, "say", "hints", word, expires_s=expires_s)
+    for word in ("one", "nonsense", "two"):
+        broker.send(sender, "say", "hints", word)
 
     told = takewhile(lambda line: line != "two\n", worker.stdout)
     assert [line for line in told if line in SAID] == ["one\n", "nonsense\n"]
@@ -74,28 +81,27 @@ def test_received_message_is_not_stored_and_not_answered(servers, worker):
 
 def test_a_nudge_without_a_text_is_heard(servers, worker):
     sender = broker.make_celery("sender", servers.redis_url)
-    broker.send(sender, "say", "hints", expires_s=LONG_S)
-    broker.send(sender, "say", "hints", "two", expires_s=LONG_S)
+    broker.send(sender, "say", "hints")
+    broker.send(sender, "say", "hints", "two")
     told = [*takewhile(lambda line: line != "two\n", worker.stdout)]
     assert "nothing\n" in told
 
 
 def test_reader_says_when_all_that_waited_was_heard(servers, worker):
     sender = broker.make_celery("sender", servers.redis_url)
-    broker.send_all(sender, "say", [("hints", str(n)) for n in range(50)], expires_s=LONG_S)
-    broker.send_all(sender, "say", [("hints", "two")], expires_s=LONG_S)
+    broker.send_all(sender, "say", [("hints", str(n)) for n in range(50)])
+    broker.send_all(sender, "say", [("hints", "two")])
     told = [*takewhile(lambda line: line != "two\n", worker.stdout)]
     assert [line for line in told if line.strip().isdigit()] == [f"{n}\n" for n in range(50)]
-    broker.send(sender, "say", "hints", "three", expires_s=LONG_S)
+    broker.send(sender, "say", "hints", "three")
     assert "all\n" in takewhile(lambda line: line != "three\n", worker.stdout)
 
 
 def test_messages_that_are_published_together_are_heard(servers, worker):
     sender = broker.make_celery("sender", servers.redis_url)
-    assert broker.send_all(sender, "say", [("hints", "one")], expires_s=LONG_S) == {}
-    assert broker.send_all(sender, "say", [("hints", "late")], expires_s=-1.0) == {}
+    assert broker.send_all(sender, "say", [("hints", "one")]) == {}
     both = [("elsewhere", "lost"), ("hints", "two")]
-    assert broker.send_all(sender, "say", both, expires_s=LONG_S) == {}
+    assert broker.send_all(sender, "say", both) == {}
     told = takewhile(lambda line: line != "two\n", worker.stdout)
     assert [line for line in told if line in SAID] == ["one\n"]
 
@@ -122,3 +128,39 @@ def test_key_of_another_type_refuses_only_its_own_message(servers):
         assert refused.keys() == {"no.queue"}
         assert refused["no.queue"].startswith("WRONGTYPE")
         assert client.llen("queue") == 1
+
+
+def test_worker_outlives_every_refusal_of_redis_and_hears_again(servers, tmp_path):
+    sender = broker.make_celery("sender", servers.redis_url)
+    with RefusingRedis(servers.redis_url) as proxy, _running(proxy.url, tmp_path) as worker:
+        _hears(worker, sender, "begun")
+        for refusal in (each for each in EACH if "BRPOP" not in each.spared):
+            with proxy.refusing(refusal):
+                proxy.wait_refused(2)
+            _hears(worker, sender, refusal.name)
+        with proxy.refusing(READONLY):
+            proxy.wait_refused(2)
+            worker.terminate()
+            told = worker.communicate(timeout=90)[1]
+    assert worker.returncode == 0, told
+    assert "Redis is away or refuses" in told
+
+
+def _hears(worker, sender, word):
+    broker.send(sender, "say", "hints", word)
+    assert f"{word}\n" in worker.stdout
+
+
+@pytest.mark.parametrize("refusal", EACH, ids=lambda refusal: refusal.reply[:14])
+def test_probe_says_why_redis_takes_no_message(servers, refusal):
+    with RefusingRedis(servers.redis_url) as proxy:
+        assert broker.refusal(proxy.url, {}) == ""
+        with proxy.refusing(refusal):
+            told = broker.refusal(proxy.url, {})
+    assert told == f"refuses messages: {refusal.reply}"
+
+
+def test_probe_of_a_redis_that_is_away_says_so(servers):
+    with RefusingRedis(servers.redis_url) as proxy:
+        pass
+    assert broker.refusal(proxy.url, {}) == "no answer: ConnectionError"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+from app.core.device.clock_skew import began_s
 from app.core.device.device_events import ReportDue
 from app.core.model.protocol.messages import (
     Alive,
@@ -53,6 +55,7 @@ class DeviceReports:
         self.environments = environments
         self.pulse = Pulse(transport)
         self.facts: JSON = house.facts
+        self.clock_began_s: int | None = None
         self.is_trial_over = False  # True once the trial of storing processes has ended
         self.is_stopping = False  # the worker stops once all tasks are saved
         self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
@@ -119,6 +122,9 @@ class DeviceReports:
     def _facts_now(self, leaving: bool) -> JSON:
         held = {"held_bytes": self.residency.by_tenant(), **self.mounts.facts()}
         held |= self.environments.facts()
+        self.clock_began_s = held["clock_began_s"] = began_s(
+            self.clock_began_s, wall_s=time.time(), monotonic_s=time.monotonic()
+        )
         offers = [*self.mounts.offers(), *self.environments.offers()]
         held["offers"] = [*self.facts.get("offers", ()), *offers]
         ends = {"stopping": self.is_stopping, "leaving": leaving}

@@ -371,7 +371,8 @@ class Alive:
     # and "user" say that a Launch may have these fields here. "exchange_key" is the key that the
     # host announces (`app.messaging.message_keys`). "mounts" is the hash of the mounts that the
     # host knows, if it may show any (`provisions.mounts`); "images" is the same for container
-    # images. "offers" is what the host can do and tasks may need.
+    # images. "offers" is what the host can do and tasks may need. "clock_began_s" is the time of
+    # the host's wall clock at which its monotonic clock was 0; it is shown, and decides nothing.
     facts: JSON
     residents: list[ResidentView]
     events: list[Event]

@@ -211,6 +211,7 @@ _FACTS = _object(
         "limits": _each(is_id),
         "unlimited": _each(is_id),
         "capabilities": _each(is_id),
+        "clock_began_s": _is_count,
         "splice": lambda value: isinstance(value, bool),
         "image_key": lambda value: isinstance(value, bool),
         "user": lambda value: isinstance(value, bool),

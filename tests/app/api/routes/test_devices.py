@@ -9,6 +9,8 @@ from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from app.db.models import Device, Host, Island, Placement, Preset
+from app.db.transactions import now_s
+from app.intake import tunnels
 from tests.app.conftest import problem
 
 
@@ -60,6 +62,21 @@ class TestHosts:
 
 
 class TestDevices:
+    @pytest.mark.parametrize(("off_s", "told"), [(90, "ahead of"), (-40, "behind")])
+    def test_clock_of_its_host_that_is_off_is_told(self, as_, session, off_s, told):
+        heard_us, heard_s = 5_000_000, now_s(session)
+        facts = {"clock_began_s": int(heard_s) + off_s - 5}
+        values = {"facts": facts, "heard_us": heard_us, "seen_at": func.now()}
+        session.execute(update(Device).where(Device.id == "h.0").values(values))
+        session.execute(update(Device).where(Device.id == "h.1").values(seen_at=func.now()))
+        session.commit()
+        shown = as_("red.viewer").get("/v1/devices").json()["items"]
+        (warning,), none = (device["health"]["warnings"] for device in shown)
+        assert told in warning
+        assert none == []
+        clock = tunnels._clock_s(session, session.get_one(Device, "h.0"))
+        assert round(clock - now_s(session)) in (off_s, off_s - 1)
+
     def seat(self, session, submitted):
         session.add(
             Placement(
