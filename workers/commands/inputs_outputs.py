@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import traceback
 import zipfile
@@ -27,6 +28,7 @@ from typing import IO, Any
 
 from app.core.model.checkpoints import tensor_file
 from app.core.model.checkpoints.tensor_file import HEAD_BYTES, BadTensorFile
+from app.core.model.metric_rows import MetricRows
 from app.core.model.provisions.folder import FOLDER
 from app.core.model.provisions.resources import DISK, exceeded
 from workers.capture.capture import Surroundings
@@ -196,8 +198,11 @@ def _is_called(path: Path, name: str) -> bool:
 
 
 class Progress:
-    """Reads a named pipe to which the command writes lines; `metrics` is the content of the last
-    line.
+    """Reads a named pipe to which the command writes lines: `rows` has those not reported yet, and
+    `metrics` is the content of the last line.
+
+    The step of a row is its own `step`, if the command writes such a number, else its place among
+    the lines.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
@@ -205,22 +210,44 @@ class Progress:
         # O_RDWR, so that reads never see the end of file
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self.metrics: JSON = {}
+        self.rows = MetricRows()
         self.is_new = False
+        self._own_step: int | None = None
         self._rest = b""
         self._complain, self._has_complained = complain, False
 
-    def read(self) -> int:
-        """Read what was written; return the number of lines of progress."""
+    def read(self, step: int) -> int:
+        """Read what was written after this step; return the number of lines of progress."""
         data = b""
         with suppress(BlockingIOError):
             data = os.read(self.fd, 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_LIMIT_BYTES:
             lines, self._rest = [*lines, self._rest], b""
+        return self._take(lines, step)
+
+    def read_all(self, step: int) -> int:
+        """Read all that an ended command wrote, also a line without its end."""
+        number = 0
+        while select.select([self.fd], [], [], 0)[0]:
+            number += self.read(step + number)
+        rest, self._rest = self._rest, b""
+        return number + self._take([rest], step + number)
+
+    def _take(self, lines: list[bytes], step: int) -> int:
         good = [said for line in lines if line.strip() and (said := self._parsed(line)) is not None]
-        if good:
-            self.metrics, self.is_new = good[-1], True
+        for number, metrics in enumerate(good, 1):
+            self.rows.add(self._step_of(metrics, step + number), metrics)
+            self.metrics, self.is_new = metrics, True
         return len(good)
+
+    def _step_of(self, metrics: JSON, counted: int) -> int:
+        own = metrics.get("step")
+        if isinstance(own, float) and own.is_integer():
+            own = int(own)
+        if type(own) is int and 0 <= own < 2**53:
+            self._own_step = own
+        return counted if self._own_step is None else self._own_step
 
     def _parsed(self, line: bytes) -> JSON | None:
         try:
@@ -231,7 +258,7 @@ class Progress:
             return metrics_of(body)
         if not self._has_complained:
             self._has_complained = True
-            told = f"a line in ROUNDHOUSE_METRICS is no JSON object: {line[:100]!r}"
+            told = f"a line in ROUNDHOUSE_METRICS must be a JSON object; got {line[:100]!r}"
             self._complain(f"{told}; such lines are ignored")
         return None
 

@@ -81,7 +81,7 @@ from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
 from workers.residents.endings import Abandoned, Ending
-from workers.residents.progress import REPORT_S
+from workers.residents.progress import FULL_S, REPORT_S
 from workers.switching.image_file import Image
 
 JSON = dict[str, Any]
@@ -350,7 +350,7 @@ class Stub:
     def _quiet_s(self) -> float:
         due_s = [self.keeping.due_in_s()]
         if self.is_seated:
-            due_s += [REPORT_S if self.progress.is_new else MEMORY_S]
+            due_s += [self._report_s if self.progress.is_new else MEMORY_S]
             due_s += [notices.RETRY_S] if self.signal is not None else []
             due_s += [0.25 if "trust" in self.held else max(0, self.trust.left_us()) / 1e6]
             if self.gang is not None and not self.gang.is_told:
@@ -462,7 +462,7 @@ class Stub:
         self.count_stop()
         self.held -= {"trust"}  # without the slot no process runs anyway
         self.signal = None
-        self._report()
+        self._report_all()
         self.is_seated = False
         self.say("paused", has_state=bool(self.processes))
 
@@ -539,7 +539,7 @@ class Stub:
         self.away_before = []
 
     def count_stop(self) -> None:
-        self.step += self.progress.read()  # lines that the command wrote before
+        self.step += self.progress.read(self.step)  # lines that the command wrote before
         if self.has_run:
             self.step, self.has_run = self.step + 1, False
 
@@ -684,12 +684,22 @@ class Stub:
             self.say("resized", seats=[seats])
 
     def _mind_progress(self) -> None:
-        self.step += self.progress.read()
+        self.step += self.progress.read(self.step)
         if not self.is_seated or self.held:
             return
         now_s = time.monotonic()
-        is_news = self.progress.is_new and now_s - self.reported_s >= REPORT_S
+        is_news = self.progress.is_new and now_s - self.reported_s >= self._report_s
         if is_news or now_s - self.reported_s >= MEMORY_S:
+            self._report()
+
+    @property
+    def _report_s(self) -> float:
+        return FULL_S if self.progress.rows.fill_a_message else REPORT_S
+
+    def _report_all(self) -> None:
+        """Report until no row of metrics is left, and at least once."""
+        self._report()
+        while self.progress.rows:
             self._report()
 
     def _report(self) -> None:
@@ -698,10 +708,13 @@ class Stub:
             self.measured_s = now_s
             if self.start.kind == "cpu":  # memory of an accelerator is counted by its driver
                 self.memory_bytes = self.tree.memory_bytes()
-        self.reported_s, self.progress.is_new = now_s, False
+        rows = self.progress.rows.take()
+        self.reported_s, self.progress.is_new = now_s, bool(self.progress.rows)
         self.say(
             "progress",
             metrics=self.progress.metrics,
+            points=rows,
+            thinned=self.progress.rows.thinned,
             memory_bytes=self.memory_bytes,
             staged_us=int(self.stood_s * 1e6),
             **({"idle_us": self.idle.idle_us()} if self.idle is not None else {}),
@@ -721,12 +734,12 @@ class Stub:
         self.end_tree()
         if not self.is_seated:
             raise Abandoned  # killed while frozen: a task ends only in the slot
+        self.step += self.progress.read_all(self.step) + self.has_run
+        self._report_all()
         if self.cancelled:
             raise Ending("stopped")
         if self._is_again(self.status):
             self._begin_again()
-        self.step += self.progress.read() + self.has_run
-        self._report()
         folder, publish = Path(self.start.scratch), self.spec.publish
         if self.status:
             # the failure of the command counts, not that of its output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from app.core.device.device_records import StayRecord
 from app.core.device.stay_state import StayState
 from app.core.model.descriptor import TaskDescriptor
+from app.core.model.metric_rows import MESSAGE_BYTES, WHOLE_STEPS, MetricRows
 from app.core.model.protocol.messages import Event, Launch, LogLines, ResidentView
 from app.core.model.shared_process import shared_process_key
 from app.core.placement.partitions import late
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 JSON = dict[str, Any]
 
+THINNED = (
+    "… metrics come faster than they are kept, or it made more than"
+    f" {WHOLE_STEPS:,} steps: of some neighbouring rows only the lowest, highest and last value of"
+    " each metric are kept"
+)
+
 
 @dataclass
 class Stay:
@@ -34,8 +41,9 @@ class Stay:
     record: StayRecord  # the facts from which the device's machine decides
     shared_key: str = ""  # of the processes in which it may run after other functions
     metrics: JSON = field(default_factory=dict)
-    points: list[list[Any]] = field(default_factory=list)  # metrics that no answer has confirmed
-    points_told_us: int | None = None  # when a report first had these points
+    # rows of metrics that no answer has confirmed
+    rows: MetricRows = field(default_factory=MetricRows)
+    is_thinning_told: bool = False
     resident: Resident | None = None
     resumed: str = "fresh"
     links: Sockets | None = None  # sockets to the other hosts of its gang, for its process
@@ -103,6 +111,7 @@ class Stay:
         Inputs that did not reach the process are still lacking, even if the launch names them.
         """
         self.metrics, self.lacks = before.metrics, {*before.lacks}
+        self.rows, self.is_thinning_told = before.rows, before.is_thinning_told
         self.keep_out(before.redactor)
         self.log.goes_on_from(before.log)
         for port, source in self.launch.inputs.items():
@@ -149,31 +158,35 @@ class Stay:
         resident = self.resident
         return resident if resident is not None and resident.stay is self else None
 
-    def add_points(self, points: list[list[Any]]) -> None:
-        """Keep the metrics of further steps until they are delivered."""
-        if points:
-            self.points, self.points_told_us = points, None
+    def add_rows(self, rows: list[list[Any]], *, is_thinned: bool) -> None:
+        """Keep rows of metrics until they are delivered."""
+        for step, values in rows:
+            self.rows.add(step, values)
+        if self.step > WHOLE_STEPS:
+            self.rows.keep_extremes()
+        if (is_thinned or self.rows.thinned) and not self.is_thinning_told:
+            self.is_thinning_told = True
+            self.log.say(THINNED)
 
     def heard(self, seq: int, sent_us: int) -> None:
         """Forget what is delivered: events up to `seq`, and what a report of `sent_us` had."""
         self.events = [event for event in self.events if event.seq > seq]
-        if self.points_told_us is not None and self.points_told_us <= sent_us:
-            self.points, self.points_told_us = [], None
+        self.rows.delivered(sent_us)
 
     def is_over(self) -> bool:
         """True if the stay has ended and has nothing left to report."""
         if self.events:
             return False
-        return self.state == "dropped" or (self.state == "ended" and not self.log.waiting)
+        waits = bool(self.log.waiting or self.rows)
+        return self.state == "dropped" or (self.state == "ended" and not waits)
 
     @property
     def stands_still(self) -> bool:
         """True if its process waits for an input."""
         return self.awaits in self.lacks
 
-    def view(self, now_us: int) -> ResidentView:
-        if self.points and self.points_told_us is None:
-            self.points_told_us = now_us
+    def view(self, now_us: int, rows_bytes: int = MESSAGE_BYTES) -> ResidentView:
+        """Return what the next report says; it has about `rows_bytes` of rows of metrics."""
         return ResidentView(
             task=self.launch.task,
             epoch=self.launch.epoch,
@@ -186,7 +199,7 @@ class Stay:
             staged_us=self.staged_us(now_us),
             lacks=sorted({self.awaits} & (self.lacks - self.given.keys())),
             metrics=self.metrics,
-            points=self.points,
+            points=[[*row] for row in self.rows.part(rows_bytes, now_us)],
             peaks=dict(self.resident.peaks if self.resident else self.peaks),
             network=self.network,
             idle_us=self.process.idle_us if self.process else 0,

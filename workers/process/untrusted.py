@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.core.model.graphs.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
+from app.core.model.metric_rows import MESSAGE_ROWS
 from app.core.model.protocol import messages
 from app.core.security.redaction import Redactor
 from workers.process.wire import parsed_parts
@@ -23,8 +24,6 @@ LAST_WORDS = ("failed", "finished", "stopped")
 HOSTS_LIMIT = 64  # most hosts of one gang
 METRICS_LIMIT = 2_000  # most entries, summed over all executors of a graph
 METRIC_CHARACTERS = 200
-POINTS_LIMIT = 32
-POINT_VALUES_LIMIT = 1_000  # over all points
 COPIES_LIMIT = 100_000  # most copies of blocks between executors
 _COPY = ("block", "source", "target", "bytes")
 TEXT_LIMIT = 64 * 1024
@@ -98,14 +97,12 @@ def table(message: JSON, name: str) -> JSON:
 
 
 def points(message: JSON) -> list[list[Any]]:
-    """Return the metrics of some steps before the newest: [step, metrics]."""
+    """Return rows of metrics: [step, metrics]."""
     value = message.get("points", [])
-    if not isinstance(value, list) or len(value) > POINTS_LIMIT:
-        raise Nonsense("points is no short list")
+    if not isinstance(value, list) or len(value) > MESSAGE_ROWS:
+        raise Nonsense(f"points must be a list of at most {MESSAGE_ROWS} rows")
     if any(not isinstance(each, list) or len(each) != 2 for each in value):
         raise Nonsense("a point is not [step, metrics]")
-    if sum(len(it) for _, it in value if isinstance(it, dict)) > POINT_VALUES_LIMIT:
-        raise Nonsense("points have too many values")
     return [[number({"step": step}, "step"), metrics({"metrics": it})] for step, it in value]
 
 

@@ -56,7 +56,7 @@ def pause(work: Work, **told: str) -> None:
     if work.is_back_soon:
         work.accelerator.synchronize()  # device work that the task began is part of its slice
     if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
-        progress.report(work)
+        progress.report_all(work)
     if work.member is not None:  # if the gang changes its hosts, this process ends here
         work.outgoing.hold()  # the conductor waits for outputs that are leaving
     work.say("paused", has_state=work.job is not None, **told)

@@ -28,7 +28,7 @@ from workers.hardware.storages import follow_lending
 from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
-from workers.residents import remote_ranks, shared_process, stages
+from workers.residents import progress, remote_ranks, shared_process, stages
 from workers.residents.endings import Abandoned, Ending
 from workers.residents.work import Work
 
@@ -89,6 +89,8 @@ def run_stages(work: Work) -> int:
         if work.start.rests and shared_process.goes_on(work, ending):
             said["rests"] = work.is_resting = True
         with contextlib.suppress(Abandoned):
+            if work.rows:  # of the steps before the failure
+                progress.report_all(work)
             work.say(said.pop("is"), **said)
     except Abandoned:
         return 1

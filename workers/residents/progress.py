@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from workers.graph.runner import GraphJob
@@ -15,52 +14,38 @@ if TYPE_CHECKING:
 
 
 REPORT_S = 0.2  # seconds between two reports of progress and metrics, at least
-# for this time, and until the report after it, a new task also reports the metrics of the steps
-# between two reports
-FIRST_POINTS_S = 2.0
-FIRST_POINTS = 32  # most steps with metrics that a new task reports
-FIRST_VALUES = 640  # most metric values that a new task reports, over all steps
+FULL_S = 0.05  # the same if a whole message of rows waits
 
 
-@dataclass(slots=True)
-class FirstPoints:
-    """Keeps the metrics of a new task's first steps, evenly thinned over the steps.
+def add_row(work: Work, step: int, metrics: JSON) -> None:
+    """Keep the metrics of a step for the next report, which is due earlier if many rows wait."""
+    work.metrics = metrics
+    work.rows.add(step, metrics)
 
-    Reports and heartbeats have only the newest metrics, so a run shorter than a heartbeat would
-    leave a single point.
-    """
 
-    until_s: float
-    kept: list[tuple[int, JSON]] = field(default_factory=list)
-    stride: int = 1  # in steps
+def is_due(work: Work) -> bool:
+    return time.monotonic() - work.reported_s >= (FULL_S if work.rows.fill_a_message else REPORT_S)
 
-    def add(self, step: int, metrics: JSON) -> None:
-        numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
-        if not numbers or (step - 1) % self.stride:
-            return
-        self.kept.append((step, numbers))
-        while len(self.kept) > min(FIRST_POINTS, max(1, FIRST_VALUES // len(numbers))):
-            self.stride *= 2
-            self.kept = [point for point in self.kept if (point[0] - 1) % self.stride == 0]
 
-    def is_over(self, now_s: float) -> bool:
-        return now_s > self.until_s
+def report_all(work: Work) -> None:
+    """Report until no row of metrics is left, and at least once."""
+    report(work)
+    while work.rows:
+        report(work)
 
 
 def report(work: Work) -> None:
     work.reported_s = time.monotonic()
-    points = work.points
     work.say(
         "progress",
         ran=work.ran,
         metrics=work.metrics,
-        points=[] if points is None else points.kept,
+        points=work.rows.take(),
+        thinned=work.rows.thinned,
         memory_bytes=memory_bytes(work),
         spilled_bytes=work.job.spilled_bytes if isinstance(work.job, GraphJob) else 0,
         staged_us=int((work.staged_s + work.images.staging.waited_s) * 1e6),
     )
-    if points is not None and points.is_over(work.reported_s):
-        work.points = None
 
 
 def memory_bytes(work: Work) -> int:

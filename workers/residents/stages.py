@@ -42,7 +42,6 @@ from workers.residents.endings import JSON, Ending, as_ending, too_large, uncapt
 from workers.residents.images import Images
 from workers.residents.late_inputs import NOT_LOADED, FirstExecutor
 from workers.residents.outputs import Outgoing
-from workers.residents.progress import FIRST_POINTS_S, REPORT_S, FirstPoints
 from workers.residents.work import Work
 from workers.switching import context_switch
 from workers.switching.staging import ImageTooLarge
@@ -249,8 +248,6 @@ def run(work: Work) -> None:
         if work.spec.run.part is not None and not work.start.rank:
             work.outside = FirstExecutor(work, work.job)
     checked = work.start.image is not None
-    if not checked and not work.is_graph and work.member is None:
-        work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
     if work.is_graph and work.member is None:
         # store outputs of the image again, in case they were not stored before
         outputs.give_early(work)
@@ -268,11 +265,10 @@ def one_step(work: Work) -> None:
     try:
         if work.is_function:
             work.ctx.result = entry.call(work.entry, work.ctx)
-            work.metrics = entry.metrics_of(work.ctx.logged)
+            progress.add_row(work, work.step + 1, entry.metrics_of(work.ctx.logged))
         else:
-            work.metrics = entry.take_step(work.job, work.ctx, work.step + 1)
-            if work.points is not None:
-                work.points.add(work.step + 1, work.metrics)
+            metrics = entry.take_step(work.job, work.ctx, work.step + 1)
+            progress.add_row(work, work.step + 1, metrics)
     except NodeFailed as failed:
         raise as_ending(failed.__cause__ or failed, begun=f"In the {failed}: ") from failed
     except BaseException as error:
@@ -280,7 +276,7 @@ def one_step(work: Work) -> None:
     work.step = work.job.count if work.is_graph else work.step + 1
     if work.is_graph and work.member is None:
         outputs.give_early(work)
-    if time.monotonic() - work.reported_s >= REPORT_S:
+    if progress.is_due(work):
         progress.report(work)
 
 
@@ -308,7 +304,7 @@ def settle(work: Work) -> None:
         if why := work.outgoing.settled[f"output:{name}"].get("error"):
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
-    progress.report(work)
+    progress.report_all(work)
     passed = work.job.passed() if isinstance(work.job, ExecutorJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
     made_bytes = work.job.made_bytes() if work.is_graph else {}

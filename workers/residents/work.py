@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.graphs.task_graph import TaskGraph
+from app.core.model.metric_rows import MetricRows
 from app.core.placement.executors import ExecutorSpread
 from workers.capture.capture import Surroundings
 from workers.capture.tensor_io import Lent
@@ -24,7 +25,6 @@ from workers.process.wire import TrustSeen, Wire
 from workers.residents.context import Context
 from workers.residents.coordinator import Member
 from workers.residents.endings import JSON, Abandoned, Ending
-from workers.residents.progress import FirstPoints
 from workers.residents.shared_process import SharedProcess
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Work:
     step: int = 0
     stands_at: int = 0  # the gang's step after which all ranks stop at a cut
     metrics: JSON = field(default_factory=dict)
-    points: FirstPoints | None = None
+    rows: MetricRows = field(default_factory=MetricRows)  # metrics that no report has had
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
     saved_s: float = 0.0

@@ -202,7 +202,7 @@ def _moves(task: Task) -> str:
 
 @router.get("/tasks/{id}/metrics", response_model=Page[MetricOut], summary="Metrics of a task")
 def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> dict[str, Any]:
-    """Lists samples of the metrics, by step."""
+    """Lists the rows of metrics, by step; a step that ran again has the newest values."""
     task = visible_task(session, caller, id)
     query = select(Metric).where(Metric.task_id == task.id)
     return paging.read(session, query, by=Metric.step).page()

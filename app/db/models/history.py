@@ -205,7 +205,7 @@ class LogLine(Base):
 
 
 class Metric(Base):
-    """The values that a job's step returned, sampled at the heartbeats."""
+    """The metrics of one step of a job, or one row that a command wrote."""
 
     __tablename__ = "metrics"
     task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)

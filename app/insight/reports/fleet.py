@@ -85,6 +85,10 @@ def steps_to_make(task: Task) -> int | None:
     return steps if type(steps) is int and max(task.step, 1) <= steps <= MOST_STEPS else None
 
 
+RATE_S = 20.0  # seconds over which steps per second are measured, at least
+SHORTEST_RATE_S = 1.0  # the same for a task whose first row is younger
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """Holds the newest values of each metric of a task, oldest first, and its steps per second."""
@@ -94,9 +98,15 @@ class Pace:
 
 
 def paces(session: Session, tasks: Sequence[str], *, rows: int = 40) -> dict[str, Pace]:
-    """Return the pace of each task, from its last `rows` rows of metrics."""
+    """Return the pace of each task, from its last `rows` rows of metrics, and the rows before.
+
+    Rows of the same report were recorded at the same time, so the steps per second are measured
+    over RATE_S or longer.
+    """
     found: dict[str, list[Any]] = defaultdict(list)
-    for row in session.execute(_NEWEST_METRICS, {"tasks": list(tasks), "rows": rows}):
+    for row in session.execute(
+        _NEWEST_METRICS, {"tasks": list(tasks), "rows": rows, "rate_s": RATE_S}
+    ):
         found[row.id].insert(0, row)
     return {id: _pace(rows) for id, rows in found.items()}
 
@@ -107,8 +117,9 @@ def _pace(rows: Sequence[Any]) -> Pace:
         for name, value in row.told.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 metrics[name].append(_finite(value))
-    took_s = (rows[-1].at - rows[0].at).total_seconds()
-    rate = (rows[-1].step - rows[0].step) / took_s if took_s > 0 else None
+    newest = rows[-1]
+    took_s = (newest.at - newest.then_at).total_seconds()
+    rate = (newest.step - newest.then_step) / took_s if took_s >= SHORTEST_RATE_S else None
     lines = {name: tuple(filter(isfinite, line)) for name, line in metrics.items()}
     return Pace(rate=rate, metrics=lines)
 
@@ -123,11 +134,24 @@ def _finite(value: float) -> float:
 
 _NEWEST_METRICS = text(
     """
-    select t.id, m.step, m.at, m.told from unnest(cast(:tasks as text[])) as t (id)
+    select t.id, m.step, m.at, m.told, coalesce(earlier.step, first.step) as then_step,
+        coalesce(earlier.at, first.at) as then_at
+    from unnest(cast(:tasks as text[])) as t (id)
     cross join lateral (
         select step, at, values as told from metrics
         where task_id = t.id order by step desc limit :rows
-    ) m order by t.id, m.step desc
+    ) m
+    cross join lateral (
+        select step, at from metrics where task_id = t.id order by step limit 1
+    ) first
+    left join lateral (
+        select step, at from metrics
+        where task_id = t.id and at < (
+            select at from metrics where task_id = t.id order by step desc limit 1
+        ) - cast(:rate_s as float8) * interval '1 second'
+        order by step desc limit 1
+    ) earlier on true
+    order by t.id, m.step desc
     """
 )
 

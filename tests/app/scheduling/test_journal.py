@@ -1585,7 +1585,39 @@ def test_metrics_of_steps_in_between_are_kept_once(session, running):
     )
     hear(session, residents=[later])
     rows = session.execute(select(Metric.step, Metric.values).order_by(Metric.step)).all()
-    assert [(step, values["loss"]) for step, values in rows] == [(1, 4), (2, 2), (3, 1), (4, 0)]
+    assert [(step, values["loss"]) for step, values in rows] == [(1, 4), (2, 2), (9, 8)]
+
+
+def test_metrics_of_a_step_that_ran_again_have_one_row(session, running):
+    for points in (
+        [[5, {"loss": 4, "lr": 1}], [6, {"loss": 2}], [6, {"acc": 1}]],
+        [[5, {"loss": 3}]],
+    ):
+        newest = points[-1][1]
+        hear(session, residents=[replace(view(running, "running"), metrics=newest, points=points)])
+    rows = session.execute(select(Metric.step, Metric.values).order_by(Metric.step)).all()
+    assert rows == [(5, {"loss": 3, "lr": 1}), (6, {"loss": 2, "acc": 1})]
+    session.refresh(running)
+    assert running.metrics == {"loss": 3, "lr": 1, "acc": 1}
+
+
+def test_metrics_without_rows_are_kept_at_the_step_of_their_report(session, running):
+    for step, loss in ((3, 1), (4, 1), (5, 0)):
+        hear(
+            session,
+            residents=[replace(view(running, "running", step=step), metrics={"loss": loss})],
+        )
+    rows = session.execute(select(Metric.step, Metric.values).order_by(Metric.step)).all()
+    assert rows == [(3, {"loss": 1}), (5, {"loss": 0})]
+
+
+def test_metric_that_was_no_number_between_two_reports_is_told(session, running):
+    points = [[5, {"loss": 1}], [6, {"loss": "nan"}], [7, {"loss": 1}]]
+    hear(session, residents=[replace(view(running, "running"), metrics={"loss": 1}, points=points)])
+    told = session.scalars(
+        select(RequestEvent.message).where(RequestEvent.type == "task.not_finite")
+    ).all()
+    assert told == ["Not a finite number at step 6: loss."]
 
 
 def test_non_finite_metric_is_reported_when_it_appears(session, running):

@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 import zipfile
+from typing import Any
 
 import psutil
 import pytest
@@ -97,6 +98,52 @@ def test_progress_lines_give_steps_and_metrics(rig):
     rig.until(lambda: rig.view("t1").memory_bytes > 2**20)
 
 
+def metric_rows(rig, task: str) -> dict[int, dict[str, Any]]:
+    """Return the rows of all reports, as the island merges them."""
+    rows: dict[int, dict[str, Any]] = {}
+    for view in rig.views(task):
+        for step, values in view.points:
+            rows[step] = {**rows.get(step, {}), **values}
+    return rows
+
+
+def test_rows_of_metrics_written_at_once_are_all_reported(rig):
+    write = (
+        "import json, os, sys\n"
+        "with open(os.environ['ROUNDHOUSE_METRICS'], 'w') as file:\n"
+        "    for n in range(3000): file.write(json.dumps({'loss': n, f'k{n % 2}': n}) + '\\n')\n"
+        "    file.write('{\"acc\": 0.5}')\n"  # has no end of line
+        "sys.exit(3)\n"
+    )
+    rig.launch("t1", ["python", "-c", write])
+    rig.event(Failed, "t1")
+    rig.until(lambda: len(metric_rows(rig, "t1")) >= 3001)
+    rows = metric_rows(rig, "t1")
+    assert [rows[n + 1].get("loss") for n in range(3000)] == [*range(3000)]
+    assert rows[3001] == {"acc": 0.5}
+
+
+def test_rows_of_a_cancelled_command_are_reported(rig):
+    write = 'trap \'echo "{\\"saved\\": 1}" >>$ROUNDHOUSE_METRICS; exit 0\' TERM; echo up'
+    rig.launch("t1", shell(f"{write}; while :; do sleep 0.05; done"))
+    rig.until(lambda: rig.printed("t1") == ["up"])
+    rig.cancel("t1")
+    rig.event(Stopped, "t1")
+    rig.until(lambda: {"saved": 1} in metric_rows(rig, "t1").values())
+
+
+def test_own_step_of_a_row_is_its_place(rig):
+    lines = ['{"step": 100, "loss": 2}', '{"step": 100, "acc": 1}', '{"step": 200.0, "loss": 1}']
+    write = "; ".join(f"echo '{line}' >>$ROUNDHOUSE_METRICS" for line in (*lines, '{"end": 7}'))
+    rig.launch("t1", shell(write))
+    rig.event(Finished, "t1")
+    rig.until(lambda: 200 in metric_rows(rig, "t1"))
+    assert metric_rows(rig, "t1") == {
+        100: {"step": 100, "loss": 2, "acc": 1},
+        200: {"step": 200.0, "loss": 1, "end": 7},
+    }
+
+
 def test_command_gets_its_task_device_and_parameters(rig):
     said = "echo $ROUNDHOUSE_TASK $ROUNDHOUSE_DEVICE $ROUNDHOUSE_PARAMS $OMP_NUM_THREADS; env"
     rig.launch("t1", shell(said), params={"lr": 0.5, "word": "é"})
@@ -165,10 +212,10 @@ def test_processes_left_running_end_with_the_command(rig):
 def test_malformed_progress_lines_are_skipped_and_reported_once(rig):
     said = "for i in 1 2 3; do echo nonsense > $ROUNDHOUSE_METRICS; done"
     rig.launch("t1", shell(f"{said}; until test -e end; do sleep 0.02; done"))
-    rig.until(lambda: any("no JSON object" in line for line in rig.printed("t1")))
+    rig.until(lambda: any("must be a JSON object" in line for line in rig.printed("t1")))
     rig.let_end("t1")
     assert rig.event(Finished, "t1").step == 1
-    assert len([line for line in ended(rig, "t1") if "no JSON object" in line]) == 1
+    assert len([line for line in ended(rig, "t1") if "must be a JSON object" in line]) == 1
 
 
 def test_cancelled_command_may_clean_up(rigs):

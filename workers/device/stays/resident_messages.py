@@ -66,7 +66,8 @@ class ResidentMessages:
         step = untrusted.number(message, "step")
         clean = resident.stay.redactor.json
         resident.stay.metrics = clean(untrusted.metrics(message))
-        resident.stay.add_points(clean(untrusted.points(message)))
+        thinned = untrusted.number({"thinned": 0, **message}, "thinned")
+        resident.stay.add_rows(clean(untrusted.points(message)), is_thinned=bool(thinned))
         resident.staged_us = untrusted.number(message, "staged_us")
         resident.idle_us = untrusted.number({"idle_us": 0, **message}, "idle_us")
         told = untrusted.number(message, "memory_bytes")

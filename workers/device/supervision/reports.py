@@ -8,6 +8,7 @@ from typing import Any
 
 from app.core.device.clock_skew import began_s
 from app.core.device.device_events import ReportDue
+from app.core.model.metric_rows import MESSAGE_BYTES
 from app.core.model.protocol.messages import (
     Alive,
 )
@@ -102,7 +103,10 @@ class DeviceReports:
         for resident in self.stays.residents.values():
             resident.measure()
         stays = list(self.stays.by_key.values())
-        held = [] if leaving else [s.view(now) for s in stays if s.state != "dropped"]
+        shown = [] if leaving else [stay for stay in stays if stay.state != "dropped"]
+        have_rows = sum(1 for stay in shown if stay.rows)
+        rows_bytes = MESSAGE_BYTES // max(1, have_rows)
+        held = [stay.view(now, rows_bytes) for stay in shown]
         return Alive(
             device=self.house.device,
             incarnation=self.house.incarnation,
@@ -110,7 +114,7 @@ class DeviceReports:
             facts={**self.facts, **self._facts_now(leaving)},
             residents=held,
             events=[event for stay in stays for event in stay.events],
-            logs=log_lines(stays, LOGS_LIMIT_BYTES),
+            logs=log_lines(stays, LOGS_LIMIT_BYTES - (MESSAGE_BYTES if have_rows else 0)),
             ahead=self.lookout.view(),
             links=self.links.place,
             secret=self.giver.secret,

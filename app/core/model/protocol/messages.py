@@ -341,7 +341,7 @@ class ResidentView:
     # lies
     lacks: list[str] = field(default_factory=list)
     metrics: JSON = field(default_factory=dict)
-    points: list[list[Any]] = field(default_factory=list)  # metrics of steps before `step`
+    points: list[list[Any]] = field(default_factory=list)  # rows of metrics: [step, metrics]
     # what this epoch used of the network here, if it may use it: {"connections", "refused",
     # "sent_bytes", "received_bytes"}
     network: JSON = field(default_factory=dict)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import select
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from app.core.model.protocol.messages import Alive, ResidentView
 from app.db import transactions
-from app.db.models import Metric, Placement, Task
+from app.db.models import Placement, Task
 from app.scheduling import gang_tickets, guest_placements
 from app.scheduling.journal import losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
@@ -19,6 +19,9 @@ from app.scheduling.round_notes import notes_of
 
 # number of resends of a Launch to a live device that never shows the task; then it counts as lost
 LAUNCHES_UNSEEN = 20
+METRICS_KEPT = 2_000  # most metrics of a task whose last value is kept
+
+JSON = dict[str, Any]
 
 
 def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
@@ -88,19 +91,48 @@ def _gathers(session: Session, task: Task, house: DeviceRows) -> bool:
 
 
 def store_metrics(session: Session, task: Task, view: ResidentView) -> None:
-    if not view.metrics or task.metrics == view.metrics:
+    """Record rows of metrics, and the last value of each metric.
+
+    A step that ran again, or that is reported again, has one row, with its newest values.
+    """
+    points = view.points
+    if not points and not view.metrics.items() <= task.metrics.items():
+        points = [[view.step, view.metrics]]  # of the executors of a graph, or of an older worker
+    if not points:
         return
-    if lost := sorted(_no_numbers(view.metrics) - _no_numbers(task.metrics)):
-        told = f"Not a finite number at step {view.step:,}: {', '.join(lost[:5])}."
-        task_writer.tell(session, task, "task.not_finite", told, step=view.step, metrics=lost[:5])
-    task.metrics = view.metrics
-    points = {**dict(view.points), view.step: view.metrics}
-    rows = [
-        {"task_id": task.id, "step": step, "values": values}
-        for step, values in sorted(points.items())
-        if step <= view.step
-    ]
-    session.execute(insert(Metric).on_conflict_do_nothing(), rows)
+    rows: dict[int, JSON] = {}
+    newest: JSON = {}
+    for step, values in points:
+        rows[step] = {**rows.get(step, {}), **values}
+        newest |= values
+    newest |= view.metrics
+    _tell_not_finite(session, task, rows)
+    others = {name: it for name, it in task.metrics.items() if name not in newest}
+    task.metrics = dict([*others.items(), *newest.items()][-METRICS_KEPT:])
+    told = [{"step": step, "values": values} for step, values in rows.items()]
+    session.execute(_STORE_ROWS, {"task": task.id, "rows": json.dumps(told)})
+
+
+_STORE_ROWS = text(
+    """
+    insert into metrics (task_id, step, values)
+    select :task, row.step, row.values
+    from jsonb_to_recordset(cast(:rows as jsonb)) as row (step bigint, values jsonb)
+    on conflict (task_id, step)
+    do update set values = metrics.values || excluded.values, at = excluded.at
+    where not metrics.values @> excluded.values
+    """
+)
+
+
+def _tell_not_finite(session: Session, task: Task, rows: Mapping[int, JSON]) -> None:
+    """Record which metrics are not finite numbers and were such numbers before."""
+    before = _no_numbers(task.metrics)
+    for step, values in sorted(rows.items()):
+        if lost := sorted(_no_numbers(values) - before):
+            told = f"Not a finite number at step {step:,}: {', '.join(lost[:5])}."
+            task_writer.tell(session, task, "task.not_finite", told, step=step, metrics=lost[:5])
+            return
 
 
 def _no_numbers(metrics: Mapping[str, Any]) -> set[str]:
