@@ -1,4 +1,8 @@
-"""Keeps the log lines of a task on this device until the island has them."""
+"""Keeps the log lines of a task on this device until the island has them.
+
+Of a flood the middle is dropped. While the log is full, the newest bytes of each stream are kept
+unread; they become lines when there is room again, or when the task ends.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,11 @@ from app.core.security.redaction import NO_SECRETS
 JSON = dict[str, Any]
 
 LINE_LIMIT_BYTES = 8 * 1024
-# kept per stay until acknowledged; the rest is dropped and reported as dropped
+# kept per stay until acknowledged; of the rest only the newest bytes of each stream
 LOG_LIMIT_BYTES = 1 * 2**20
+# of each stream; half of them may have come from the pipe after the task's own last words, if
+# several processes write to it
+TAIL_BYTES = 128 * 1024
 LAST_LINES = 20  # lines of stderr that become the detail of a failed command
 
 
@@ -26,6 +33,7 @@ class Log:
         self.dropped = 0
         self.last = deque[str](maxlen=LAST_LINES)  # last lines of stderr, acknowledged or not
         self._open = {"stdout": b"", "stderr": b""}  # incomplete last lines, not redacted yet
+        self._tails: dict[str, bytes] = {}  # newest bytes of each stream in a flood, not redacted
         self.redactor = NO_SECRETS
 
     @property
@@ -38,11 +46,30 @@ class Log:
         return self.first + len(self.waiting)
 
     def write(self, stream: str, data: bytes) -> None:
-        if self.is_full:  # lines of a flood are only counted
-            self.dropped += data.count(b"\n")
-            if b"\n" in data:
-                self._open[stream] = b""
-            data = data[data.rfind(b"\n") + 1 :]
+        if self.is_full or stream in self._tails:
+            self._put_aside(stream, data)
+        else:
+            self._take(stream, data)
+
+    def _put_aside(self, stream: str, data: bytes) -> None:
+        """Keep the newest bytes of a flood, without any work for its lines."""
+        data = self._tails.get(stream, b"") + data
+        if len(data) > TAIL_BYTES:
+            cut = data.find(b"\n", len(data) - TAIL_BYTES) + 1  # no line begins in its middle
+            cut = cut or len(data) - TAIL_BYTES + self.redactor.longest
+            self.dropped += max(1, data.count(b"\n", 0, cut))
+            data, self._open[stream] = data[cut:], b""
+        self._tails[stream] = data
+
+    def take_tails(self) -> None:
+        """Make lines of what was put aside."""
+        for stream in self._open:
+            if stream in self._tails:
+                tail = self._tails.pop(stream)
+                self._say_what_was_dropped()
+                self._take(stream, tail)
+
+    def _take(self, stream: str, data: bytes) -> None:
         data = self._open[stream] + data
         end = data.rfind(b"\n") + 1
         *whole, _ = self.redactor.clean(data[:end]).split(b"\n")
@@ -61,6 +88,7 @@ class Log:
 
     def goes_on_from(self, before: Log) -> None:
         """Take over the incomplete last lines, which this stay will complete."""
+        before.take_tails()
         self._open, before._open = before._open, self._open
 
     @property
@@ -77,15 +105,16 @@ class Log:
 
     def leave_begun(self) -> None:
         """Forget the incomplete last lines: an image has them."""
+        self.take_tails()
         self.begin_with({})
 
     def end(self) -> None:
         """Add the incomplete last lines as lines."""
+        self.take_tails()
         for stream, rest in self._open.items():
             if rest:
                 self._add(stream, self.redactor.clean_cut(rest))
             self._open[stream] = b""
-        self._say_what_was_dropped()
 
     def acknowledged(self, next_line: int) -> None:
         while self.waiting and self.first < next_line:
@@ -93,7 +122,7 @@ class Log:
             self.held_bytes -= _line_bytes(stream, text)
             self.first += 1
         if not self.is_full:
-            self._say_what_was_dropped()
+            self.take_tails()
 
     def part(self, limit_bytes: int) -> tuple[list[list[str]], int]:
         """Return the next lines that fit, and their size in bytes."""
@@ -110,20 +139,17 @@ class Log:
         while len(line) > LINE_LIMIT_BYTES:
             self._add(stream, line[:LINE_LIMIT_BYTES])
             line = line[LINE_LIMIT_BYTES:]
-        if self.is_full:
-            self.dropped += 1
-            return
-        self._say_what_was_dropped()
         self._keep(stream, line.decode("utf-8", "replace").rstrip("\r").replace("\0", "\ufffd"))
 
     def _say_what_was_dropped(self) -> None:
         if self.dropped:
             dropped, self.dropped = self.dropped, 0
-            self._keep("stderr", f"… {dropped} lines dropped: printed faster than they are kept")
+            told = f"… {dropped} lines dropped: printed faster than they are kept"
+            self._keep("stderr", told, is_last=False)
 
-    def _keep(self, stream: str, text: str) -> None:
+    def _keep(self, stream: str, text: str, *, is_last: bool = True) -> None:
         self.waiting.append((stream, text))
-        if stream == "stderr":
+        if stream == "stderr" and is_last:
             self.last.append(text)
         self.held_bytes += _line_bytes(stream, text)
 

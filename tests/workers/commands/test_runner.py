@@ -123,6 +123,25 @@ def test_rows_of_metrics_written_at_once_are_all_reported(rig):
     assert rows[3001] == {"acc": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("end", "last"), [("raise ValueError(7)", "ValueError: 7"), ("os.kill(0, 9)", "going")]
+)
+def test_last_words_after_a_flood_are_in_log_and_detail(rig, end, last):
+    flood = (
+        "import os, sys\n"
+        "for n in range(400_000):\n"
+        "    print('a line of a flood', n, file=(sys.stdout, sys.stderr)[n % 2])\n"
+        f"sys.stdout.flush(); print('going', file=sys.stderr, flush=True); {end}\n"
+    )
+    rig.launch("t1", ["python", "-c", flood])
+    failed = rig.event(Failed, "t1")
+    assert failed.detail.splitlines()[-1] == last
+    rig.until(lambda: any(line == ["stderr", last] for line in rig.lines["t1/1"]))
+    printed = rig.printed("t1")
+    assert "a line of a flood 399998" in printed
+    assert any("lines dropped" in line for line in printed)
+
+
 def test_rows_of_a_cancelled_command_are_reported(rig):
     write = 'trap \'echo "{\\"saved\\": 1}" >>$ROUNDHOUSE_METRICS; exit 0\' TERM; echo up'
     rig.launch("t1", shell(f"{write}; while :; do sleep 0.05; done"))

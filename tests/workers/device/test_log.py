@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from workers.device.log_buffer import LINE_LIMIT_BYTES, Log
+import pytest
+
+from workers.device.log_buffer import LINE_LIMIT_BYTES, LOG_LIMIT_BYTES, Log
 
 
 def lines(log: Log) -> list[str]:
@@ -34,6 +36,59 @@ def test_line_ends_of_other_systems_lose_nothing():
     log.write("stdout", b"one\r\ntwo\r")
     log.write("stdout", b"\nthree\r\r\n\r\n")
     assert lines(log) == ["one", "two", "three", ""]
+
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 7', "ValueError: no"]
+
+
+def flooded(*streams: str, size_bytes: int = 2 * LOG_LIMIT_BYTES) -> Log:
+    log = Log()
+    for stream in streams:
+        for n in range(size_bytes // 65536):
+            log.write(stream, b"".join(b"%d.%d\n" % (n, k) for k in range(8192)))
+    return log
+
+
+@pytest.mark.parametrize("streams", [("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_last_words_after_a_flood_are_kept(streams):
+    log = flooded(*streams)
+    held_bytes = log.held_bytes
+    log.write("stderr", "\n".join(["", *TRACEBACK]).encode())
+    assert log.held_bytes == held_bytes < 2 * LOG_LIMIT_BYTES
+    log.end()
+    assert [text for stream, text in log.waiting if stream == "stderr"][-3:] == TRACEBACK
+    assert [*log.last][-3:] == TRACEBACK
+    printed = lines(log)
+    assert printed[0] == "0.0"
+    told = next(line for line in printed if "lines dropped" in line)
+    kept = [line for line in printed if line[:1].isdigit()]
+    numbered = int(told.split()[1])
+    assert len(kept) + numbered == len(streams) * 8192 * (2 * LOG_LIMIT_BYTES // 65536)
+    assert sum(map(len, kept[-64 * 1024 :])) >= 64 * 1024
+    assert log.held_bytes < 3 * LOG_LIMIT_BYTES
+
+
+def test_end_of_a_flood_follows_when_there_is_room():
+    log = flooded("stdout")
+    first = log.first
+    log.write("stdout", b"last\n")
+    assert "last" not in lines(log)
+    log.acknowledged(first + len(log.waiting))
+    assert lines(log)[-1] == "last"
+    assert "lines dropped" in lines(log)[0]
+    log.write("stdout", b"more\n")
+    assert lines(log)[-1] == "more"
+
+
+def test_flood_without_an_end_of_line_is_bounded():
+    log = flooded("stderr")
+    for _ in range(64):
+        log.write("stdout", b"x" * 65536)
+    log.write("stdout", b"\nlast\n")
+    log.end()
+    assert lines(log)[-1] != "x" * 65536
+    assert "last" in lines(log)
+    assert log.held_bytes < 2 * LOG_LIMIT_BYTES
 
 
 def test_a_line_that_a_pause_cuts_stays_one_line():

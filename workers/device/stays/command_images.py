@@ -176,6 +176,7 @@ class CommandImages:
         if self.cipher_of(resident.stay.launch) is None:  # the task had a key when it began
             return not_encrypted
         read_printed(resident)  # everything that the command printed until it was stopped
+        resident.stay.log.take_tails()
         begun = resident.stay.log.begun
         resident.printed = resident.stay.launch.epoch, resident.stay.log.next_line
         stub = StubAccess(pidfd=os.dup(resident.pidfd), room=resident.room)

@@ -38,7 +38,8 @@ def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
         told = _how_it_ended(kill_reason, resident.exit_status or 0, resident.refused)
     if kill_reason == "device_memory" and resident.is_fraction:
         told = "It held more memory than its part of the device."
-    return {"is": messages.Failed, "cause": cause, "message": told}
+    last = "\n".join(resident.stay.log.last)
+    return {"is": messages.Failed, "cause": cause, "message": told, "detail": last}
 
 
 def _how_it_ended(kill_reason: str, status: int, refused: str) -> str:
