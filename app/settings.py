@@ -158,7 +158,7 @@ class Settings(BaseSettings):
     slice_min_s: float = Field(1.0, ge=0, allow_inf_nan=False)
     slice_max_s: float = Field(60.0, ge=0, allow_inf_nan=False)
     # largest part of a kind's devices that may stand idle, kept for gangs whose turn has come
-    wait_share: float = Field(0.0, ge=0, le=0.5)
+    wait_share: float = Field(0.02, ge=0, le=0.5)
     # the longest notice before a pause; a reclaimed device waits for it (`notice` of a task)
     notice_max_s: float = Field(300.0, ge=0, le=300, allow_inf_nan=False)
     sharers_max: int = Field(4, ge=0)  # most graphs that take turns on one device; 0 or 1: no turns

@@ -48,7 +48,9 @@ class Policy:
     # F7: seconds after which a waiting gang goes before all other tasks
     patience_s: float = 36000.0
     # F7: largest part of the devices of a kind that may stand idle, kept for gangs; 0: none is kept
-    wait_share: float = 0.0
+    wait_share: float = 0.02
+    # F7: devices are kept for gangs that need at least this part of the devices that suit them
+    waits_from: float = 0.3
     wide_share: float = 0.02  # F7: part of a kind; gangs that need less wait longer
     aged_share: float = 0.5  # F7: largest part of devices for gangs that lost patience
     tier_share: Mapping[str, float] = field(default_factory=lambda: dict(TIER_SHARE))

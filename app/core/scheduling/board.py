@@ -326,6 +326,7 @@ class Board:
         pool.hosts[device.id] = device.host
         pool.traits[device.id] = device.traits
         pool.lies_at(device.id, device.location)
+        pool.suited.clear()
         was_open, is_open = device.id in pool.open, self.open(device)
         pool.remove(device.id)
         if was_open and old is not None:

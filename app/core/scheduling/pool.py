@@ -65,6 +65,8 @@ class Pool:
     # device with fractions -> the part that they leave free
     parts: dict[str, FreePart] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
+    # (memory, choice) -> number of open devices that fit; emptied when a device changes
+    suited: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def lies_at(self, id: str, location: Location) -> None:
         """Note where a device is."""
@@ -121,6 +123,13 @@ class Pool:
         if not lane.memory_bytes:
             return len(self.open)
         return sum(n for memory, n in self.sizes.items() if memory >= lane.memory_bytes)
+
+    def suiting(self, lane: Lane) -> int:
+        """Count the devices that accept work and fit the lane, whatever its pins and its host."""
+        need = lane.memory_bytes, lane.choice
+        if need not in self.suited:
+            self.suited[need] = sum(self.fits(id, lane) for id in self.open)
+        return self.suited[need]
 
     @property
     def all_cost(self) -> int:

@@ -12,6 +12,11 @@ began. So patience follows from the stays of the tasks, and is no setting: with 
 of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 8 of 8 devices
 beside tasks of 30 s. Stays that end together cost nothing, and need no patience.
 
+Only wide gangs wait: those that need 30 % of the devices that suit them, or more
+(`Policy.waits_from`). No stay gives way to another task of its kind while a gang waits. On hundreds
+of devices that would cost the others more than it gives to many small gangs, and these often find
+their devices free together.
+
 All gangs of a kind share the sum, so their number does not matter. In any time T the other tasks
 lose at most wait_share * D * T, and one wait of w devices for a slice.
 
@@ -44,20 +49,27 @@ def waiting_gang(board: Board, kind: str) -> BoardTask | None:
 
 
 def next_gang(board: Board, kind: str) -> BoardTask | None:
-    """Return the gang that goes before all other gangs which wait for the kind."""
-    found = board.tree.first([lane for lane in board.tree.lanes if is_for_gang(lane, kind)])
+    """Return the wide gang that goes before all other wide gangs which wait for the kind."""
+    lanes = [lane for lane in board.tree.lanes if lane.kind == kind and is_wide(board, lane)]
+    found = board.tree.first(lanes)
     return None if found is None else found[2]
 
 
-def is_for_gang(lane: Lane, kind: str) -> bool:
-    return lane.width > 1 and lane.kind == kind
+def is_wide(board: Board, here: Lane) -> bool:
+    """True if the lane is of gangs that need a third of the devices that suit them, or more.
+
+    The bound is rounded down, so that 2 of 8 devices are enough.
+    """
+    if here.width == 1 or (pool := board.pools.get(here.kind)) is None:
+        return False
+    return here.width >= int(board.policy.waits_from * pool.suiting(here))
 
 
 def kinds(board: Board) -> list[str]:
     """Return the kinds of device for which a gang waits, or waited a moment ago."""
     if not board.policy.turns or not board.policy.wait_share:
         return []
-    wanted = {lane.kind for lane in board.tree.lanes if lane.width > 1 and lane.kind in board.pools}
+    wanted = {lane.kind for lane in board.tree.lanes if is_wide(board, lane)}
     return sorted(wanted | {kind for kind, wait in board.waits.items() if wait.gang})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from app.core.fairness.fair_tree import lane
 from app.core.model.lifecycle import Move, State
 from app.core.model.snapshot import BoardDevice, BoardTenant, GangWait, Plan, Policy
 from app.core.scheduling.cycle import cycle, decide
@@ -22,7 +23,7 @@ from app.core.simulation.simulator import Arrival, Costs, World, simulate
 from tests.thoroughness import seeds
 
 COSTS = Costs(image_s=0.65, resume_s=0.65)  # so that a slice is as long as it may be
-POLICY = Policy(half_life_s=0.0, idle_credit_s=0.0, wait_share=0.02)
+POLICY = Policy(half_life_s=0.0, idle_credit_s=0.0)
 ENDLESS_S = 1e6
 
 
@@ -154,6 +155,52 @@ def test_wait_is_given_up_soon_after_the_last_device_was_expected() -> None:
     assert gang_waits.waiting_gang(world.board, "cpu") is not None
     world.board.at(wait.at_s + gang_waits.look_s(world.board))
     assert gang_waits.waiting_gang(world.board, "cpu") is None
+
+
+# --- which gangs wait ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "known", "is_wide"),
+    [(2, 8, True), (2, 9, True), (2, 10, False), (3, 10, True), (4, 16, True), (76, 256, True),
+     (75, 256, False), (1, 1, False), (2, 2, True), (9, 8, True)],
+)  # fmt: skip
+def test_gang_is_wide_from_three_tenths_of_its_kind(width: int, known: int, is_wide: bool) -> None:
+    board = world_of([], devices(known), tenants("a")).board
+    assert gang_waits.is_wide(board, lane("cpu", width)) is is_wide
+
+
+def test_gang_is_wide_by_the_devices_that_suit_it() -> None:
+    some = [*devices(30), *(replace(one, id=f"m{one.id}", memory_bytes=8) for one in devices(4))]
+    board = world_of([], some, tenants("a")).board
+    assert not gang_waits.is_wide(board, lane("cpu", 2))
+    assert gang_waits.is_wide(board, lane("cpu", 2, 8))
+    board.set_device(replace(board.devices["d0"], memory_bytes=8))
+    for n in range(1, 8):
+        board.set_device(replace(board.devices[f"d{n}"], memory_bytes=8))
+    assert not gang_waits.is_wide(board, lane("cpu", 2, 8))  # 2 of 12 by now
+
+
+def test_narrow_gangs_change_nothing_by_waits() -> None:
+    dice = random.Random(9)
+    work = singles(dice, n=80, longest_s=40.0)
+    work += [
+        task(f"gang{i}", tenant="g", work_s=200.0, at_s=10.0 * i, width=dice.choice([2, 3]))
+        for i in range(12)
+    ]
+    with_waits, without = (
+        simulate(
+            work,
+            devices(16),
+            tenants(*"abg"),
+            replace(POLICY, wait_share=share),
+            costs=COSTS,
+            until_s=1200.0,
+            checked=False,
+        )
+        for share in (0.02, 0.0)
+    )
+    assert with_waits.timeline == without.timeline
 
 
 # --- devices that it may not use ----------------------------------------------------------------
