@@ -78,25 +78,25 @@ def _is_open(board: Board, id: str) -> bool:
 
 
 def make_fit(session: Session, board: Board) -> None:
-    """Request moves of tasks that hold a large device, need a small one, and block a waiting
-    task.
-    """
+    """Request moves of tasks that could run elsewhere and hold what a waiting task needs."""
     for id, to in defragment.moves(board):
         query = select(Task).where(Task.id == id).with_for_update(key_share=True, skip_locked=True)
         task = session.scalar(query.execution_options(populate_existing=True))
         if task is None or task.move_to is not None or _asked_lately(board, task):
             continue
         task.move_to, task.move_asked_at = to, transactions.now(session)
-        told = f"Moving to {to}: another task needs a device as large as {task.seat}."
+        told = f"Moving to {to}: another task needs {task.seat}, and cannot use {to}."
         journal.tell(session, task, "task.move_asked", told, to=to)
 
 
 def _asked_lately(board: Board, task: Task) -> bool:
-    """True if a move of the task was requested within the deadline: a failed move is not tried
-    again at once.
+    """True if a move of the task was requested within the deadline and did not end in a launch: a
+    failed move is not tried again at once.
     """
-    at = task.move_asked_at
-    return at is not None and board.now_s < at.timestamp() + settings().move_deadline_s
+    at, launched_at = task.move_asked_at, task.launched_at
+    if at is None or (launched_at is not None and launched_at > at):
+        return False
+    return board.now_s < at.timestamp() + settings().move_deadline_s
 
 
 # --- where to -------------------------------------------------------------------------------------

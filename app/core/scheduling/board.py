@@ -725,9 +725,9 @@ class Board:
         found = sorted(self.short, key=lambda line: line[0].path)
         return [*found, *islice(others, max(0, most - len(found)))]
 
-    def pinned(self) -> list[str]:
+    def pinned(self) -> frozenset[str]:
         """Return the devices to which a waiting task is pinned."""
-        return [id for lane in self.tree.lanes for id in lane.pins]
+        return frozenset(id for lane in self.tree.lanes for id in lane.pins)
 
     def pinned_to(self, device: str) -> list[str]:
         """Return the waiting tasks that can resume only on this device."""

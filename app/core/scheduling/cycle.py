@@ -115,6 +115,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     if board.elastic and not board.short and not moves:
         _grow(draft, kept)
     gang_waits.note_idle(board, draft.held_back)
+    board.memory.kept = frozenset(kept)
     board.memory.goes_on = bool(board.short)
     seen = not board.short and not board.longer  # are all waiting tasks loaded?
     if seen and not draft.decisions and not kept and not urgent and draft.again_s == NEVER:

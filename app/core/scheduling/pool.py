@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
@@ -222,13 +222,14 @@ class Pool:
         wanted = part_bytes(lane, self.open.get(id, 0))
         return part.memory_bytes >= wanted and self.takes(id, lane)
 
-    def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
+    def best(self, lane: Lane, image_on: str | None, pinned: frozenset[str]) -> list[str]:
         """Choose the devices for a task of this lane; [] if too few are free.
 
         Empty devices come before devices that a task is still leaving. After that the order is: the
-        device that holds the task's image; devices to which no waiting task is pinned; the smallest
-        memory. Among devices that are equal in all this, a gang gets devices that are near each
-        other. So nearness decides neither which task starts nor what is left for others.
+        device that holds the task's image, unless another task is pinned to it; devices to which no
+        waiting task is pinned; the smallest memory. Among devices that are equal in all this, a
+        gang gets devices that are near each other. So nearness decides neither which task starts
+        nor what is left for others.
 
         A fraction goes beside other fractions first, so that devices stay empty for whole tasks.
         """
@@ -236,12 +237,12 @@ class Pool:
             return [*lane.pins] if self.pins_free(lane) == lane.width else []
         if self.fitting(lane) < lane.width:
             return []
-        if self.parts and lane.is_fraction and (id := self._fullest(lane, image_on)):
+        if self.parts and lane.is_fraction and (id := self._fullest(lane, image_on, pinned)):
             return [id]
-        if lane.width == 1 and image_on is not None and self._first_choice(image_on, lane):
+        if image_on is not None and self._first_choice(image_on, lane, pinned):
             return [image_on]
         chosen = list[str]()
-        for alike in self._classes(lane, frozenset(pinned)):
+        for alike in self._classes(lane, pinned):
             lacks = lane.width - len(chosen)
             if lane.width > 1 and self.knows_locations:
                 chosen += nearest(list(alike), lacks, chosen, self.locations)
@@ -252,13 +253,26 @@ class Pool:
                 break
         return chosen
 
-    def _fullest(self, lane: Lane, image_on: str | None) -> str:
+    def _has_other(self, lane: Lane, pinned: Collection[str]) -> bool:
+        """True if a device is free and empty, suits the lane, and no waiting task is pinned to
+        it.
+        """
+        return any(
+            not leaving and id not in pinned and self.takes(id, lane)
+            for id, leaving in self.free.items()
+        )
+
+    def _fullest(self, lane: Lane, image_on: str | None, pinned: Collection[str]) -> str:
         """Return the device with the smallest free part into which the fraction fits; "" if there
         is none.
 
-        The device with the task's image goes first, and a device that a task is leaving last.
+        The device with the task's image goes first, and a device that a task is leaving last. A
+        fraction does not go where another task is frozen while it fits elsewhere.
         """
         fitting = [id for id in self.parts if self.fits_beside(id, lane)]
+        others = [id for id in fitting if id not in pinned]
+        if others or self._has_other(lane, pinned):
+            fitting = others
         if image_on in fitting:
             return str(image_on)
         return min(fitting, key=self._room_beside, default="")
@@ -267,10 +281,15 @@ class Pool:
         part = self.parts[id]
         return part.leaving, part.milli, part.memory_bytes, id
 
-    def _first_choice(self, id: str, lane: Lane) -> bool:
-        """True if the device is free, and empty unless no free device is empty."""
+    def _first_choice(self, id: str, lane: Lane, pinned: Collection[str]) -> bool:
+        """True if the device is free for the task, and empty unless no free device is empty.
+
+        A device to which another task is pinned is no first choice while another device is free.
+        """
         leaving = self.free.get(id)
-        if leaving is None or not self.takes(id, lane):
+        if lane.width > 1 or leaving is None or not self.takes(id, lane):
+            return False
+        if id in pinned and self._has_other(lane, pinned):
             return False
         return not leaving or all(self.free.values())
 

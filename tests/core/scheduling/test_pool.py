@@ -109,7 +109,7 @@ def test_counts_are_those_of_the_devices_that_suit(seed: int) -> None:
                 assert pool.fitting(here) == sum(pool.takes(id, here) for id in pool.free)
                 assert pool.size(here) == sum(pool.takes(id, here) for id in pool.open)
                 every = lane("cpu", pool.fitting(here), memory, host=host, choice=choice)
-                chosen = pool.best(every, None, [])
+                chosen = pool.best(every, None, frozenset())
                 assert len({*chosen}) == pool.fitting(here)
                 wanted = choice_in(choice)
                 assert all(wanted.suits(pool.traits.get(id, NO_TRAITS)) for id in chosen)

@@ -39,7 +39,7 @@ other:
 
 As few tasks as possible are chosen: none of the victims can be left out.  The order is: lent
 devices, if the waiting task is owed them; basic tasks, then standard ones; the most over-served
-branches; the lowest priority; the latest start.
+branches; the lowest priority; those that can go on on another device; the latest start.
 """
 
 from __future__ import annotations
@@ -308,6 +308,7 @@ class _Claim:
         stays.sort(
             key=lambda stay: (
                 stay.task.priority,
+                stay.task.is_bound,
                 -(stay.task.started_s or 0.0),
                 stay.id,
             )

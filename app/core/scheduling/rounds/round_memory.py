@@ -36,6 +36,8 @@ class RoundMemory:
     # (`tree.moved`, time): while `moved` is the same, no task gains before that time
     quiet: tuple[int, float] = (-1, -math.inf)
     waits: tuple[GangWait, ...] = ()  # waits of gangs before the last round
+    # kinds of which devices were kept for a gang or an urgent task in the last round
+    kept: frozenset[str] = frozenset()
     # sizes that changed since the last round began, as they were then
     batches: dict[tuple[str, str], BatchSize] = field(default_factory=dict)
     # functions launched in the last round behind which others may be launched
