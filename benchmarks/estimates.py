@@ -2,14 +2,15 @@
 
     python -m benchmarks.estimates [--quick] [--full] [TRACE]
 
-The list is replayed under fair share with EASY reservations. A history is learned from tasks that
-ended. From day 30 on some tasks ask at submission when they will start, so that the calibration
-learns. From day 60 on, the answers for tasks that then waited over a minute are compared with the
-truth. Learning goes on all the time, as on an island. `--full` adds 512 devices, `--quick` asks
-fewer tasks.
+The list is replayed by the island's own scheduler, as in `benchmarks.philly`: equal weights, usage
+fades in 7 days, a pause and a resume cost 60 s each, slices are 6,000 s. The scheduler is told of
+each job what the history expects. From day 30 on some tasks ask at submission when they will
+start, by the very code that answers `GET /v1/queue`, so that the calibration learns. From day 60
+on, the answers for tasks that then waited over a minute are compared with the truth. Learning goes
+on all the time, as on an island. `--full` adds 512 devices, `--quick` asks fewer tasks.
 
-There are two peers. One is the same model with the tenant's 90th percentile as the limit of all
-jobs, as users of EASY give them. The other knows all durations.
+There is one peer: the same model with the tenant's 90th percentile as the limit of all jobs, as
+users of EASY give them.
 
 The list names no requests. So jobs of one tenant count as one request if they are for equally many
 devices and have gaps of two minutes at most.
@@ -17,174 +18,89 @@ devices and have gaps of two minutes at most.
 
 from __future__ import annotations
 
-import csv
 import gzip
 import math
 import os
 import sys
 import time
 from bisect import insort
-from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from app.core.explanation.estimator import (
-    Calibration,
-    Estimate,
-    Held,
-    History,
-    RuntimeCurve,
-    Runtimes,
-    Scene,
-    TenantLine,
-    Unknown,
-    WaitingTask,
-    starts_in,
-)
+from app.core.explanation.estimator import Estimate, History, RuntimeCurve, Unknown
+from app.core.model.lifecycle import Move, State
+from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, Plan, Policy
+from app.core.scheduling import blockers
+from app.core.scheduling.board import Board
+from app.core.scheduling.cycle import cycle
+from app.core.scheduling.reclaim.preemption import above
+from app.core.simulation.simulator import Arrival, Costs, World
+from app.core.simulation.trace import read
+from app.insight import forecast
 from benchmarks import Target, quick, report
 
 TRACE = Path(__file__).parent / "traces" / "philly_82k_vc.csv.gz"
 DAY_S = 86_400.0
-HALF_LIFE_S = 7 * DAY_S
 LEARN_FROM_S, TRAIN_S = 30 * DAY_S, 60 * DAY_S
 REQUEST_GAP_S = 120.0
 WAITED_S = 60.0  # tasks with shorter waits are not counted
 ENOUGH = 20  # samples before the plain peer uses a key
+SWITCH_S = 60.0
+SLICE_S = 2 * SWITCH_S / 0.02
+
+Who = tuple[Any, ...]
 
 
 # --- the list and its replay --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    at_s: float
-    runtime_s: float
-    width: int
-    tenant: str
-    who: tuple[Any, ...]
-
-
-def load(path: Path) -> list[Job]:
-    with gzip.open(path, "rt") as file:
-        rows = [
-            (
-                datetime.fromisoformat(row["timestamp"]).timestamp(),
-                float(row["duration"]),
-                int(row["num_gpus"]),
-                row["cluster"],
-            )
-            for row in csv.DictReader(file)
-        ]
-    rows.sort(key=lambda row: row[0])
+def load(path: Path) -> tuple[list[Arrival], dict[str, str]]:
+    """Return the jobs, and the name of each job's request."""
+    with gzip.open(path, "rt", newline="") as lines:
+        arrivals = list(read(lines, expected=False).arrivals)
     last: dict[tuple[str, int], tuple[float, int]] = {}
-    jobs = []
-    for at_s, runtime_s, width, tenant in rows:
-        before_s, request = last.get((tenant, width), (at_s, 0))
-        request += at_s - before_s > REQUEST_GAP_S
-        last[tenant, width] = (at_s, request)
-        who = ((tenant, width, request), (tenant, width), (tenant,), ())
-        at_s -= rows[0][0]
-        jobs.append(Job(at_s=at_s, runtime_s=runtime_s, width=width, tenant=tenant, who=who))
-    return jobs
+    requests = {}
+    for one in arrivals:
+        before_s, request = last.get((one.tenant, one.width), (one.at_s, 0))
+        request += one.at_s - before_s > REQUEST_GAP_S
+        last[one.tenant, one.width] = (one.at_s, request)
+        requests[one.task] = str(request)
+    return arrivals, requests
 
 
-@dataclass(slots=True, kw_only=True)
-class World:
-    """Keeps the island's state in the replay; `score` is usage, scaled to the start of the list."""
-
-    jobs: list[Job]
-    free: int
-    now_s: float = 0.0
-    queues: dict[str, deque[int]] = field(default_factory=lambda: defaultdict(deque))
-    score: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    running: dict[int, float] = field(default_factory=dict)  # job -> when it started
-    started: dict[int, float] = field(default_factory=dict)
-    ends: list[tuple[float, int]] = field(default_factory=list)  # sorted
-
-    def start(self, job: int) -> None:
-        one = self.jobs[job]
-        self.queues[one.tenant].popleft()
-        self.free -= one.width
-        self.score[one.tenant] += one.runtime_s * one.width * 2 ** (self.now_s / HALF_LIFE_S)
-        self.running[job] = self.started[job] = self.now_s
-        insort(self.ends, (self.now_s + one.runtime_s, job))
-
-    def heads(self) -> list[int]:
-        """Return each tenant's first job, the least served tenant's job first."""
-        waiting = [tenant for tenant, queue in self.queues.items() if queue]
-        return [self.queues[t][0] for t in sorted(waiting, key=lambda t: (self.score[t], t))]
-
-
-def replay(
-    jobs: list[Job],
-    devices: int,
-    *,
-    asked: Callable[[World, int], None],
-    started: Callable[[World, int], None],
-    ended: Callable[[World, int], None],
-) -> World:
-    """Replay fair share (usage fades in 7 days, charged at the start) with one EASY reservation.
-
-    The loop knows all durations; the callbacks must not use them. `asked` is called for a submitted
-    job that has to wait, `started` and `ended` when the job starts and ends.
-    """
-    world = World(jobs=jobs, free=devices)
-    came = 0
-    while came < len(jobs) or world.ends:
-        submitted_s = jobs[came].at_s if came < len(jobs) else float("inf")
-        world.now_s = min([submitted_s, *(end_s for end_s, _ in world.ends[:1])])
-        while world.ends and world.ends[0][0] <= world.now_s:
-            _, job = world.ends.pop(0)
-            del world.running[job]
-            world.free += jobs[job].width
-            ended(world, job)
-        comes = submitted_s == world.now_s
-        if comes:
-            world.queues[jobs[came].tenant].append(came)
+def replay(arrivals: Sequence[Arrival], devices: int, watch: Watch) -> World:
+    """Replay the jobs; the watch sees what comes, starts and ends, and never a duration before."""
+    tenants = sorted({one.tenant for one in arrivals})
+    world = watch.world = World(
+        arrivals,
+        [BoardDevice(id=f"d{n:03}", host="h", kind="cuda") for n in range(devices)],
+        [BoardTenant(id=name, name=name, weight=1000) for name in tenants],
+        Policy(slice_min_s=SLICE_S, slice_max_s=SLICE_S),
+        Costs(image_s=SWITCH_S, resume_s=SWITCH_S),
+    )
+    world.keep_timeline = False
+    came, running = 0, dict[str, Arrival]()
+    while (at_us := world.next_us()) is not None:
+        first = came
+        while came < len(arrivals) and arrivals[came].at_s * 1e6 <= at_us:
+            expected_s = watch.history.median_s(watch.who(arrivals[came]))
+            world.arrivals[came] = replace(arrivals[came], expected_s=expected_s)
             came += 1
-        for job in fill(world):
-            started(world, job)
-        if comes and came - 1 not in world.started:
-            asked(world, came - 1)
+        done = world.done
+        world.advance(at_us)
+        if world.done > done:
+            ended = [id for id in running if world.runs[id].finished_us is not None]
+            watch.ended([running.pop(id) for id in ended])
+        plan = cycle(world.board)
+        world.obey(plan)
+        running |= {one.task: one for one in arrivals[first:came]}
+        watch.started(plan)
+        watch.came(arrivals[first:came])
     return world
-
-
-def fill(world: World) -> list[int]:
-    """Start all jobs that may start now, in fair order, then around the first job's reservation."""
-    seated = []
-    while (heads := world.heads()) and world.jobs[heads[0]].width <= world.free:
-        world.start(heads[0])
-        seated.append(heads[0])
-    if not heads or world.free == 0:
-        return seated
-    shadow_s, spare = reservation(world, world.jobs[heads[0]].width)
-    while (job := filler(world, shadow_s, spare)) is not None:
-        if world.now_s + world.jobs[job].runtime_s > shadow_s:
-            spare -= world.jobs[job].width
-        world.start(job)
-        seated.append(job)
-    return seated
-
-
-def reservation(world: World, width: int) -> tuple[float, int]:
-    free = world.free
-    for end_s, job in world.ends:
-        free += world.jobs[job].width
-        if free >= width:
-            return end_s, free - width
-    return float("inf"), 0
-
-
-def filler(world: World, shadow_s: float, spare: int) -> int | None:
-    for job in world.heads()[1:]:
-        one = world.jobs[job]
-        in_time = world.now_s + one.runtime_s <= shadow_s
-        if one.width <= world.free and (in_time or one.width <= spare):
-            return job
-    return None
 
 
 # --- peers --------------------------------------------------------------------------------------
@@ -201,16 +117,6 @@ class Fixed(RuntimeCurve):
         return self.runtime_s if self.runtime_s > elapsed_s else elapsed_s * 1.5
 
 
-class Known:
-    """Gives runtimes with the runtime itself as the only key."""
-
-    def curve(self, who: tuple[Any, ...]) -> RuntimeCurve:
-        return Fixed(who[-1])
-
-    def known(self, who: tuple[Any, ...]) -> float:
-        return 0.0
-
-
 class Limits:
     """Computes the limits that users would give to EASY: the 90th percentile of their tenant's
     ended jobs.
@@ -219,14 +125,14 @@ class Limits:
     def __init__(self) -> None:
         self.ended: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, job: Job) -> None:
-        insort(self.ended[job.tenant], job.runtime_s)
+    def add(self, who: Who, runtime_s: float) -> None:
+        insort(self.ended[who[-2][0]], runtime_s)
 
-    def curve(self, who: tuple[Any, ...]) -> RuntimeCurve:
+    def curve(self, who: Who) -> RuntimeCurve:
         ended = self.ended.get(who[-2][0]) or [3600.0]
         return Fixed(ended[int(0.9 * (len(ended) - 1))])
 
-    def known(self, who: tuple[Any, ...]) -> float:
+    def known(self, who: Who) -> float:
         return 0.0
 
 
@@ -236,13 +142,13 @@ class Plain:
     def __init__(self) -> None:
         self.ended: dict[Any, list[float]] = defaultdict(list)
 
-    def add(self, job: Job) -> None:
-        for key in job.who:
-            insort(self.ended[key], job.runtime_s)
+    def add(self, who: Who, runtime_s: float) -> None:
+        for key in who:
+            insort(self.ended[key], runtime_s)
 
-    def quantiles(self, job: Job) -> tuple[float, float, float]:
+    def quantiles(self, who: Who) -> tuple[float, float, float]:
         ended = next(
-            (found for key in job.who if len(found := self.ended.get(key, [])) >= ENOUGH), [3600.0]
+            (found for key in who if len(found := self.ended.get(key, [])) >= ENOUGH), [3600.0]
         )
         low, middle, high = (ended[int(share * (len(ended) - 1))] for share in (0.1, 0.5, 0.9))
         return low, middle, high
@@ -275,78 +181,139 @@ class Answers:
 class Watch:
     """Asks while the list is replayed, and records the answers when the truth is known."""
 
-    def __init__(self, jobs: list[Job], *, learn_every: int, ask_every: int) -> None:
-        self.jobs = jobs
-        self.every = (learn_every, ask_every)
-        self.history, self.calibration = History(), Calibration()
-        self.limits, self.plain, self.known = Limits(), Plain(), Known()
+    world: World
+
+    def __init__(self, requests: dict[str, str], *, learn_every: int, ask_every: int) -> None:
+        self.requests, self.every = requests, (learn_every, ask_every)
+        self.learned = forecast.Learned()
+        self.limits, self.plain = Limits(), Plain()
         self.waits: dict[str, Answers] = defaultdict(Answers)
         self.runtimes: dict[str, Answers] = defaultdict(Answers)
-        self._open: dict[int, dict[str, Estimate]] = {}
-        self._running: dict[int, dict[str, tuple[float, ...]]] = {}
-        self._came = 0
+        self.unknown = 0
+        self._open: dict[str, tuple[float, dict[str, Estimate]]] = {}
+        self._running: dict[str, dict[str, tuple[float, ...]]] = {}
+        self._number = 0
 
-    def asked(self, world: World, job: int) -> None:
-        if world.now_s < LEARN_FROM_S:
-            return
-        self._came += 1
-        tested = world.now_s >= TRAIN_S
-        if self._came % self.every[tested]:
-            return
-        told = {"roundhouse": self._told(world, job, "roundhouse", self.history, self.calibration)}
-        if tested:
-            told["not calibrated"] = plain(told["roundhouse"])
-            told["tenant's p90 as limit"] = self._told(
-                world, job, "tenant's p90 as limit", self.limits
-            )
-            told["durations known"] = self._told(world, job, "durations known", self.known)
-        self._open[job] = told
+    @property
+    def history(self) -> History:
+        return self.learned.history
 
-    def _told(
-        self,
-        world: World,
-        job: int,
-        name: str,
-        runtimes: Runtimes,
-        calibration: Calibration | None = None,
-    ) -> Estimate:
-        seen, one = scene(world, known=name == "durations known"), self.jobs[job]
-        place = len(world.queues[one.tenant]) - 1
+    def who(self, one: Arrival | BoardTask) -> Who:
+        id = one.task if isinstance(one, Arrival) else one.id
+        tenant, width = one.tenant, one.width
+        return (tenant, one.user, self.requests[id], width), (tenant, width), (tenant,), ()
+
+    def came(self, arrivals: Iterable[Arrival]) -> None:
+        board, now_s = self.world.board, self.world.now_s
+        for one in arrivals:
+            task = board.tasks.get(one.task)
+            if now_s < LEARN_FROM_S or task is None or task.state != State.waiting:
+                continue
+            self._number += 1
+            if self._number % self.every[now_s >= TRAIN_S]:
+                continue
+            told = {"roundhouse": self._told(task, "roundhouse", self.learned)}
+            if now_s >= TRAIN_S:
+                told["not calibrated"] = plain(told["roundhouse"])
+                peer = forecast.Learned(history=self.limits)  # type: ignore[arg-type]
+                told["tenant's p90 as limit"] = self._told(task, "tenant's p90 as limit", peer)
+            self._open[task.id] = now_s, told
+
+    def _told(self, task: BoardTask, name: str, learned: forecast.Learned) -> Estimate:
+        board = self.world.board
+        own, crowd = before(board, task)
+        rows = [self._row(stay.task) for stay in board.stays.values()]
         began = time.thread_time()
-        told = starts_in(seen, one.tenant, place, runtimes, calibration=calibration)
-        if world.now_s >= TRAIN_S:
+        told = forecast.start(
+            board,
+            task,
+            asked=self._row(task),
+            on_devices=rows,
+            own=own,
+            crowd=crowd,
+            unit=blockers.fee(board, task.kind, 1, 1),
+            learned=learned,
+            gang=kept_for(board, task),
+        )
+        if self.world.now_s >= TRAIN_S:
             self.waits[name].took_s.append(time.thread_time() - began)
-        if isinstance(told, Unknown):
-            raise RuntimeError(f"job {job}: {told.message}")
-        return told
+        found, _ = learned.told.pop(task.id, (None, 0.0))
+        if found is None:
+            raise RuntimeError(f"{task.id}: {told}")
+        if isinstance(told, Unknown) and name == "roundhouse":
+            self.unknown += 1
+        return found
 
-    def started(self, world: World, job: int) -> None:
-        if world.now_s >= TRAIN_S:
-            self._ask_runtime(job)
-        told = self._open.pop(job, None)
-        if told is None:
+    def _row(self, task: BoardTask) -> Any:
+        """Return the task as a row of the database."""
+        now_us = (
+            0 if task.held_since_s is None else int((self.world.now_s - task.held_since_s) * 1e6)
+        )
+        return SimpleNamespace(
+            id=task.id,
+            tenant_id=task.tenant,
+            user_id=task.user,
+            name=self.requests[task.id],
+            devices_min=task.width,
+            total_held_us=(task.had_us + max(0, now_us)) * task.width,
+            guest_held_us=0,
+            unheard_us=0,
+            held_us=0,
+            max_duration_s=None,
+        )
+
+    def started(self, plan: Plan) -> None:
+        for decision in plan.decisions:
+            if decision.move == Move.Launch and self.world.tasks[decision.task].epoch == 1:
+                self._starts(self.world.tasks[decision.task])
+
+    def _starts(self, task: BoardTask) -> None:
+        if self.world.now_s >= TRAIN_S:
+            self._ask_runtime(task)
+        at_s, told = self._open.pop(task.id, (0.0, {}))
+        if not told:
             return
-        one = self.jobs[job]
-        waited_s = world.now_s - one.at_s
-        self.calibration.learn(told["roundhouse"], waited_s)
-        if one.at_s >= TRAIN_S and waited_s > WAITED_S:
+        waited_s = self.world.now_s - at_s
+        self.learned.calibration.learn(told["roundhouse"], waited_s)
+        if at_s >= TRAIN_S and waited_s > WAITED_S:
             for name, said in told.items():
                 self.waits[name].rows.append((said.p10_s, said.p50_s, said.p90_s, waited_s))
 
-    def _ask_runtime(self, job: int) -> None:
+    def _ask_runtime(self, task: BoardTask) -> None:
         began = time.thread_time()
-        told = self.history.remaining(self.jobs[job].who)
+        told = self.history.remaining(self.who(task))
         self.runtimes["roundhouse"].took_s.append(time.thread_time() - began)
         if told is not None:
-            self._running[job] = {"roundhouse": told, "plain": self.plain.quantiles(self.jobs[job])}
+            said = {"roundhouse": told, "plain": self.plain.quantiles(self.who(task))}
+            self._running[task.id] = said
 
-    def ended(self, world: World, job: int) -> None:
-        one = self.jobs[job]
-        for name, (p10, p50, p90) in self._running.pop(job, {}).items():
-            self.runtimes[name].rows.append((p10, p50, p90, one.runtime_s))
-        self.history.add(one.who, one.runtime_s)
-        self.limits.add(one)
-        self.plain.add(one)
+    def ended(self, arrivals: Iterable[Arrival]) -> None:
+        for one in arrivals:
+            for name, (p10, p50, p90) in self._running.pop(one.task, {}).items():
+                self.runtimes[name].rows.append((p10, p50, p90, one.work_s))
+            for kept in (self.history, self.limits, self.plain):
+                kept.add(self.who(one), one.work_s)
+
+
+def before(board: Board, task: BoardTask) -> tuple[int, blockers.WaitingBefore]:
+    """Return how many tasks of the tenant go first, and those of each other tenant."""
+    waiting = [other for other in board.tasks.values() if other.id in board.tree]
+    counts, leaf = blockers.WaitingCounts(board, waiting), board.leaf(task)
+    key = (task.submitted_s, task.id)
+    k = own = sum(board.leaf(one) is leaf and (one.submitted_s, one.id) < key for one in waiting)
+    crowd: blockers.WaitingBefore = ([], [])
+    for branch in above(leaf):
+        if branch.parent is not None:
+            crowd = blockers.before(counts.party(branch), k, counts.siblings(branch))
+            own, k = k, k + sum(crowd[1])
+    return own, crowd
+
+
+def kept_for(board: Board, task: BoardTask) -> int:
+    """Return the width of the gang that free devices are kept for; 0 if they are not."""
+    if board.pools[task.kind].fitting(board.lane(task)) < task.width:
+        return 0
+    return max(other.width for other in board.tasks.values() if other.id in board.tree)
 
 
 def plain(told: Estimate) -> Estimate:
@@ -361,46 +328,14 @@ def plain(told: Estimate) -> Estimate:
     )
 
 
-def scene(world: World, *, known: bool) -> Scene:
-    """Return what an island knows at this moment; with `known`, it also knows each job's
-    runtime.
-    """
-    jobs, faded = world.jobs, 2 ** (-world.now_s / HALF_LIFE_S)
-
-    def who(job: int) -> tuple[Any, ...]:
-        return (jobs[job].runtime_s,) if known else jobs[job].who
-
-    return Scene(
-        free=world.free,
-        held=[
-            Held(
-                tenant=jobs[job].tenant,
-                who=who(job),
-                width=jobs[job].width,
-                elapsed_s=world.now_s - at_s,
-            )
-            for job, at_s in world.running.items()
-        ],
-        lines={
-            tenant: TenantLine(
-                score_s=world.score[tenant] * faded,
-                tasks=[WaitingTask(who=who(job), width=jobs[job].width) for job in queue],
-            )
-            for tenant, queue in world.queues.items()
-        },
-        half_life_s=HALF_LIFE_S,
-    )
-
-
 # --- the program --------------------------------------------------------------------------------
 
 
 def main() -> int:
-    jobs = load(trace())
-    at_640 = measure(jobs, 640, learn_every=40, ask_every=10 if quick() else 2)
+    at_640 = measure(640, learn_every=40, ask_every=10 if quick() else 2)
     peers: dict[str, Any] = {"640 devices": at_640}
     if "--full" in sys.argv[1:]:
-        peers["512 devices"] = measure(jobs, 512, learn_every=200, ask_every=40)
+        peers["512 devices"] = measure(512, learn_every=200, ask_every=40)
     return report("estimates", targets(at_640), peers)
 
 
@@ -412,12 +347,14 @@ def trace() -> Path:
     return path
 
 
-def measure(jobs: list[Job], devices: int, *, learn_every: int, ask_every: int) -> dict[str, Any]:
-    watch = Watch(jobs, learn_every=learn_every, ask_every=ask_every)
-    world = replay(jobs, devices, asked=watch.asked, started=watch.started, ended=watch.ended)
-    waits_s = [world.started[job] - one.at_s for job, one in enumerate(jobs)]
+def measure(devices: int, *, learn_every: int, ask_every: int) -> dict[str, Any]:
+    arrivals, requests = load(trace())
+    watch = Watch(requests, learn_every=learn_every, ask_every=ask_every)
+    world = replay(arrivals, devices, watch)
+    waits_s = world.report().waits_s.values()
     return {
         "mean_wait_h": round(sum(waits_s) / len(waits_s) / 3600, 2),
+        "unknown": watch.unknown,
         "waits": {name: answers.figures() for name, answers in watch.waits.items() if answers.rows},
         "runtimes": {name: answers.figures() for name, answers in watch.runtimes.items()},
     }

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ from sqlalchemy import Engine, func, select, text
 from sqlalchemy.orm import Session
 
 from app.core.explanation import waiting_reasons as says
-from app.core.explanation.estimator import Unknown
+from app.core.explanation.estimator import Estimate, Unknown
 from app.core.explanation.waiting_reasons import Ahead, Blockers
 from app.core.fairness.fair_tree import Branch, lane
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
@@ -367,6 +368,7 @@ class _Picture:
         self.drawn_s, self.now_s = time.monotonic(), transactions.now_s(session)
         self.led = bool(session.scalar(_LED, {"island": island}))
         self._users: dict[tuple[str, str], dict[str, WaitingBranch]] = {}
+        self._widest: dict[str, int] = {}
         self.board = self._draw(session)
         line.take_units_anew(self.board.policy.half_life_s)
         if old is not None:
@@ -436,6 +438,14 @@ class _Picture:
         if kind not in units:
             units[kind] = blockers.fee(self.board, kind, 1, 1)
         return units[kind]
+
+    def widest_gang(self, kind: str) -> int:
+        """Return the most devices that a waiting task of the kind needs at once."""
+        if kind not in self._widest:
+            lines = self.line.lines.items()
+            widths = (key[3] for key, waiting in lines if waiting > 0 and key[1] == kind)
+            self._widest[kind] = max(widths, default=0)
+        return self._widest[kind]
 
     def beside(
         self, session: Session, kind: str, parent: str | None
@@ -554,6 +564,7 @@ class _Answer:
         ranks = self._ranks([task for task in self.tasks.values() if task.state == State.waiting])
         seen: dict[Any, Blockers] = {}
         found = {}
+        waiting: list[tuple[BoardTask, tuple[Reason, ...], int, Estimate | Unknown | None]] = []
         for task in self.tasks.values():
             reasons = (*here, *says.start(task, now_s=self.now_s))
             if task.state != State.waiting:
@@ -565,8 +576,28 @@ class _Answer:
                 seen[key] = blockers.find_blockers(self.board, task, gangs=gangs)
             ahead, crowd = self._ahead(task, ranks[task.id])
             reasons += says.waiting(task, seen[key], ahead)
-            expected = self._expected(task, reasons, ahead, crowd)
-            found[task.id] = _why(reasons, ahead.all + 1, expected)
+            gang = picture.widest_gang(task.kind) if seen[key].kept else 0
+            expected = self._expected(task, reasons, ahead, crowd, gang)
+            waiting.append((task, reasons, ahead.all + 1, expected))
+        starts = self._starts((task, place, told) for task, _, place, told in waiting)
+        for task, reasons, place, told in waiting:
+            start = None if isinstance(told, Estimate) else told
+            found[task.id] = _why(reasons, place, starts.get(task.id, start))
+        return found
+
+    def _starts(
+        self, told: Iterable[tuple[BoardTask, int, Estimate | Unknown | None]]
+    ) -> dict[str, Start]:
+        """Return the starts by task, of each kind in the order of places."""
+        by_kind: dict[str, list[tuple[int, str, Estimate]]] = defaultdict(list)
+        for task, place, estimate in told:
+            if isinstance(estimate, Estimate):
+                by_kind[task.kind].append((place, task.id, estimate))
+        found: dict[str, Start] = {}
+        for line in by_kind.values():
+            line.sort(key=itemgetter(0, 1))
+            starts = forecast.in_order([estimate for *_, estimate in line], self.board.now_s)
+            found |= {id: start for (_, id, _), start in zip(line, starts, strict=True)}
         return found
 
     def _expected(
@@ -575,7 +606,8 @@ class _Answer:
         reasons: Sequence[Reason],
         ahead: Ahead,
         crowd: WaitingBefore,
-    ) -> Start | Unknown | None:
+        gang: int,
+    ) -> Estimate | Unknown | None:
         """Forecast the start; None if something unpredictable must happen first."""
         if any(reason.code in says.CLOSED for reason in reasons):
             return None
@@ -588,6 +620,7 @@ class _Answer:
             crowd=crowd,
             unit=self.picture.unit(task.kind),
             learned=self.picture.kept.learned,
+            gang=gang,
         )
 
     def _ahead(

@@ -51,9 +51,8 @@ HISTORY = timedelta(days=30)
 PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
 TOLD = 2000  # most answers remembered until their tasks have started
 EVENTS = 600  # most tasks considered in the simulations for one answer; this takes about 2 ms
+_GANG = ""  # stands for the tenant of a gang that goes first
 PLAYED = 100  # largest number of tasks ahead that are simulated
-TURNS = 25  # largest number of turns in which a tenant that keeps a device is simulated
-PARTS = 8  # largest number of turns in which a task of usual length is simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +176,13 @@ def start(
     crowd: WaitingBefore,
     unit: int,
     learned: Learned,
-) -> Start | Unknown:
+    gang: int = 0,
+) -> Estimate | Unknown:
     """Forecast the start of a task behind `own` tasks of its top-level tenant, and those of the
     `crowd`.
 
     `asked` and `on_devices` are rows of tasks; `unit` is the charge for one device for one turn.
+    `gang` is the width of a gang that the free devices are kept for; 0 if they are not.
     """
     stretch = max(1, math.ceil((own + sum(crowd[1])) / PLAYED))
     before = own // stretch
@@ -192,9 +193,10 @@ def start(
     lines[board.leaf(task).top.name] = replace(
         mine, tasks=[WaitingTask(who=me.who[1:], width=task.width)] * before + [me]
     )
-    usual_s = learned.history.median_s(me.who) or 0.0
+    if gang:
+        lines[_GANG] = TenantLine(score_s=-math.inf, tasks=[WaitingTask(who=((),), width=gang)])
     found = estimator.starts_in(
-        _scene(board, task, lines, on_devices, usual_s=usual_s),
+        _scene(board, task, lines, on_devices),
         board.leaf(task).top.name,
         before,
         learned.history,
@@ -205,8 +207,7 @@ def start(
         return found
     answer = _stretched(found, stretch)
     learned.remember(task.id, answer, board.now_s)
-    told = estimator.bounded(_not_before(answer, task.retry_at_s - board.now_s))
-    return told if isinstance(told, Unknown) else _start(told, board.now_s)
+    return estimator.bounded(_not_before(answer, task.retry_at_s - board.now_s))
 
 
 def _queued(row: AnyRow) -> WaitingTask:
@@ -237,17 +238,14 @@ def _scene(
     task: BoardTask,
     lines: dict[str, TenantLine],
     on_devices: Sequence[AnyRow],
-    *,
-    usual_s: float,
 ) -> Scene:
-    slice_s = _slice_s(board, task, lines, usual_s=usual_s)
     pool = board.pools.get(task.kind)
     return Scene(
         free=pool.fitting(board.lane(task)) if pool is not None else 0,
-        held=list(_held(board, task, on_devices, slice_s=slice_s)),
+        held=list(_held(board, task, on_devices)),
         lines=lines,
-        slice_s=slice_s,
-        goes_on_first=True,
+        slice_s=slice_us(board.policy, task) / 1e6 if board.policy.turns else math.inf,
+        fresh_s=board.policy.fresh_s,
         half_life_s=board.policy.half_life_s,
     )
 
@@ -269,15 +267,9 @@ def _lines(
         yield party.name, TenantLine(score_s=score_s, tasks=[task] * count, weight=weight)
 
 
-def _held(
-    board: Board, task: BoardTask, rows: Sequence[AnyRow], *, slice_s: float
-) -> Iterator[Held]:
-    """Yield the tasks on devices.
-
-    If a part of the real turn is left, the same part of the simulated turn is left.
-    """
+def _held(board: Board, task: BoardTask, rows: Sequence[AnyRow]) -> Iterator[Held]:
+    """Yield the tasks on devices."""
     by_id = {row.id: row for row in rows}
-    turn_s = slice_us(board.policy, task) / 1e6
     # each device is simulated once
     beside = {id for others in board.beside.values() for id in others}
     for device, here in board.fractions.items():
@@ -288,7 +280,6 @@ def _held(
             continue
         row = by_id[stay.id]
         since_s = board.now_s if holder.started_s is None else holder.started_s
-        left_s = max(0.0, turn_s - (board.now_s - since_s))
         speed = len(stay.devices) / holder.width
         worked_s = _worked_s(row, holder.held_us)
         yield Held(
@@ -296,7 +287,7 @@ def _held(
             who=_history_keys(row),
             width=len(stay.devices),
             elapsed_s=worked_s,
-            turn_s=0.0 if slice_s == math.inf else slice_s - left_s,
+            turn_s=max(0.0, board.now_s - since_s),
             max_duration_s=_most_s(row, holder.held_us, worked_s, speed),
             speed=speed,
         )
@@ -308,30 +299,6 @@ def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | No
         return None
     left_s: float = row.max_duration_s - (row.total_held_us - row.unheard_us + held_us) / 1e6
     return worked_s + max(0.0, left_s) * speed
-
-
-def _slice_s(
-    board: Board, task: BoardTask, lines: dict[str, TenantLine], *, usual_s: float
-) -> float:
-    """Return the length of a simulated turn; infinite if all tasks are under one top-level tenant.
-
-    It is longer than a real turn if a tenant keeps a device for many turns, because the scores
-    cross late or because tasks run for long. Then the order matters, not the single turn.
-    """
-    mine = board.leaf(task).top
-    if not board.policy.turns or len(lines) == 1:
-        return math.inf
-    turn_s = slice_us(board.policy, task) / 1e6
-    goal_s = lines[mine.name].score_s + turn_s * task.width * 1000 / mine.weight
-    widths = Counter[str]()
-    for stay in board.stays.values():
-        if stay.task.kind == task.kind and stay.leaf.top is not mine:
-            widths[stay.leaf.top.name] += len(stay.devices)
-    keeps_s = [
-        (goal_s - lines[name].score_s) * lines[name].weight / width
-        for name, width in widths.items()
-    ]
-    return max(turn_s, usual_s / PARTS, max(keeps_s, default=0.0) / TURNS)
 
 
 def _stretched(found: Estimate, stretch: int) -> Estimate:
@@ -350,15 +317,24 @@ def _not_before(told: Estimate, backoff_s: float) -> Estimate:
     return replace(told, p10_s=p10_s, p50_s=p50_s, p90_s=p90_s)
 
 
-def _start(told: Estimate, now_s: float) -> Start:
-    return Start(
-        p10_s=told.p10_s,
-        p50_s=told.p50_s,
-        p90_s=told.p90_s,
-        starts_at=_at(now_s + told.p50_s),
-        earliest_at=_at(now_s + told.p10_s),
-        latest_at=_at(now_s + told.p90_s),
-    )
+def in_order(told: Sequence[Estimate], now_s: float) -> list[Start]:
+    """Return the starts of tasks that are given in the order of their places.
+
+    None is later than that of a worse place. Each estimate was made alone, so its errors are its
+    own.
+    """
+    parts = ([one.p10_s for one in told], [one.p50_s for one in told], [one.p90_s for one in told])
+    return [
+        Start(
+            p10_s=p10_s,
+            p50_s=p50_s,
+            p90_s=p90_s,
+            starts_at=_at(now_s + p50_s),
+            earliest_at=_at(now_s + p10_s),
+            latest_at=_at(now_s + p90_s),
+        )
+        for p10_s, p50_s, p90_s in zip(*map(estimator.in_order, parts), strict=True)
+    ]
 
 
 def _at(at_s: float) -> datetime:

@@ -7,8 +7,8 @@ history. `Calibration` corrects such answers by what came true, so that an 80 % 
 Equal input gives equal answers.
 
 Nothing here decides what runs. The simulated island is a model: it has one kind of device, tenants
-side by side and no new arrivals. Tasks give way only at the end of a slice, and no task starts
-before a gang whose turn it is, since backfilling changes hardly any answer. Because it is only a
+side by side and no new arrivals. Tasks give way as rules F6 and F8 say, and no task starts before a
+gang whose turn it is, since backfilling changes hardly any answer. Because it is only a
 model, floats are used here, and no amount that is charged or compared exactly may come from here.
 """
 
@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import accumulate, count
 from operator import mul
 from statistics import fmean, median
@@ -278,17 +278,16 @@ class TenantLine:
 class Scene:
     """Describes devices of one kind, the tasks that hold them and the tasks that wait for them.
 
-    With `slice_s` tasks take turns of that length (rule F8); without it they run to their end. A
-    task at the end of its turn goes to the end of its tenant's queue; with `goes_on_first` it goes
-    to the front, as the older of one user's tasks does. `half_life_s` is the half-life of usage
-    (rule F2; 0: it never fades).
+    With `slice_s` tasks take turns of at least that length (rule F8); without it they run to their
+    end. A task that held its devices for `fresh_s` gives way to its tenant's fresh tasks, too.
+    `half_life_s` is the half-life of usage (rule F2; 0: it never fades).
     """
 
     free: int
     held: Sequence[Held]
     lines: Mapping[str, TenantLine]
     slice_s: float = math.inf
-    goes_on_first: bool = False
+    fresh_s: float = 0.0
     half_life_s: float = 0.0
 
 
@@ -321,11 +320,15 @@ class Unknown:
 EVENTS = 9_000
 STARTS = 2_500  # most starts simulated in one run; after that the average speed so far is assumed
 RUNS = 25
+GROWN_AFTER = 64  # starts after which simulated turns are twice as long
+LEAST_STEP_S = 1e-3  # so that time passes
 SEED = 7
 LEAST_SPREAD = 0.25  # in log time: even equal runs do not make the model certain
 LONE_SPREAD = 0.5  # the spread if so many tasks are ahead that there was time for only one run
 DAY_S = 86_400.0
 FURTHEST_S = 30 * DAY_S  # latest end of an interval: later ones say too little to be told
+WIDEST = 100.0  # an interval that ends this many times later than its median says too little, too
+SHORT_S = 60.0  # as if the median were at least this
 LARGEST_LOG = 500.0  # keeps `math.exp` in the range of a float
 
 
@@ -352,7 +355,8 @@ def starts_in(
     except KeyError:
         return Unknown(code="NO_HISTORY", message="No task has ended here yet to learn from.")
     logs = [math.log(max(1.0, wait)) for wait in waits]
-    told = _interval(median(waits), math.hypot(LEAST_SPREAD, _deviation(logs)))
+    # A round of the island may take a second.
+    told = _interval(max(1.0, median(waits)), math.hypot(LEAST_SPREAD, _deviation(logs)))
     return told if calibration is None else calibration.corrected(told)
 
 
@@ -382,22 +386,46 @@ def _interval(
     p10_s, p50_s, p90_s = (
         model_s * math.exp(min(spread * part, LARGEST_LOG)) for part in (low, middle, high)
     )
+    p10_s = p10_s if p10_s >= 1.0 else 0.0
     return Estimate(p10_s=p10_s, p50_s=p50_s, p90_s=p90_s, model_s=model_s, model_spread=spread)
 
 
 def bounded(told: Estimate) -> Estimate | Unknown:
-    """Return the estimate, or why it is unknown: no answer goes beyond `FURTHEST_S`."""
-    if told.p90_s <= FURTHEST_S:
+    """Return the estimate, or why it is unknown: no answer goes beyond `FURTHEST_S` or `WIDEST`."""
+    latest_s = min(FURTHEST_S, WIDEST * max(SHORT_S, told.p50_s))
+    if told.p90_s <= latest_s:
         return told
-    days = round(FURTHEST_S / DAY_S)
     if told.p50_s > FURTHEST_S:
-        message = f"It is expected to wait longer than {days} days."
-    else:
-        message = (
-            f"Earlier tasks ran for too different times: half of such tasks start within "
-            f"{units.duration(told.p50_s)}, but more than one in ten waits longer than {days} days."
-        )
+        days = round(FURTHEST_S / DAY_S)
+        return Unknown(code="TOO_FAR", message=f"Expected to wait longer than {days} days.")
+    half, long = units.duration(told.p50_s), units.duration(latest_s)
+    message = (
+        "Earlier tasks ran for too different times: half of such tasks start within "
+        f"{half}, but more than one in ten waits longer than {long}."
+    )
     return Unknown(code="TOO_FAR", message=message)
+
+
+def in_order(values: Sequence[float]) -> list[float]:
+    """Return the closest values that never fall: each falling part becomes its geometric mean.
+
+    This is isotonic regression of the logarithms, by pooling adjacent violators.
+    """
+    pools: list[tuple[float, int]] = []  # mean logarithm, number of values
+    for value in values:
+        mean, size = math.log(max(value, 1e-3)), 1
+        while pools and pools[-1][0] > mean:
+            before, more = pools.pop()
+            mean, size = (mean * size + before * more) / (size + more), size + more
+        pools.append((mean, size))
+    found = [math.exp(mean) for mean, size in pools for _ in range(size)]
+    return [
+        value if _is_same(value, new) else new for value, new in zip(values, found, strict=True)
+    ]
+
+
+def _is_same(value: float, new: float) -> bool:
+    return math.isclose(max(value, 1e-3), new, rel_tol=1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,31 +473,83 @@ class _Cast:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rest:
-    """A task that returns to its queue at the end of its turn, with `left_s` to run."""
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """A task on devices in a run: when its turn began and when it ends."""
 
     tenant: str
+    width: int
+    began_s: float
+    ends_s: float
+    ripe: bool = False  # its turn is over: it may be paused, and pays for each second
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """A paused task, with `left_s` to run."""
+
     width: int
     left_s: float
 
 
+class _Side:
+    """A tenant in a run: what waits, what may be paused, and its usage at `at_s`.
+
+    Tasks that have not run go before paused ones, as fresh tasks do (rule F8).
+    """
+
+    __slots__ = ("at_s", "name", "pace", "paused", "ripe", "score_s", "waiting", "weight")
+
+    def __init__(
+        self, name: str, score_s: float, weight: float, waiting: Sequence[WaitingTask]
+    ) -> None:
+        self.name, self.score_s, self.weight, self.at_s = name, score_s, weight, 0.0
+        self.pace = 0.0  # device-seconds over weight, for each second
+        self.waiting = deque(waiting)
+        self.paused = deque[_Rest]()
+        self.ripe: list[_Stay] = []  # the latest last
+
+    def head(self) -> WaitingTask | _Rest | None:
+        if self.waiting:
+            return self.waiting[0]
+        return self.paused[0] if self.paused else None
+
+    def take(self) -> WaitingTask | _Rest:
+        return self.waiting.popleft() if self.waiting else self.paused.popleft()
+
+    def accrue(self, now_s: float, half_life_s: float) -> None:
+        if self.pace:
+            charged_s = _charged_s(now_s, half_life_s) - _charged_s(self.at_s, half_life_s)
+            self.score_s += self.pace * charged_s
+        self.at_s = now_s
+
+
 class _SimulatedRun:
-    """Simulates one run from now on. Devices are counted and have no names."""
+    """Simulates one run from now on. Devices are counted and have no names.
+
+    A turn is charged when it begins, and what is held beyond it as time passes, as on the island.
+    Turns double every `GROWN_AFTER` starts: the further ahead, the coarser.
+    """
 
     def __init__(self, cast: _Cast, chance: random.Random) -> None:
         self.cast, self.random = cast, chance.random
         self.now_s, self.free, self.starts = 0.0, cast.scene.free, 0
-        self.queues = {
-            name: deque[WaitingTask | _Rest](tasks) for name, tasks in cast.lines.items()
+        self.slice_s = cast.scene.slice_s
+        names = cast.scores.keys() | {held.tenant for held, _ in cast.held}
+        self.sides = {
+            name: _Side(
+                name,
+                cast.scores.get(name, math.inf),
+                cast.weights.get(name, 1.0),
+                cast.lines.get(name, ()),
+            )
+            for name in sorted(names)
         }
-        self.scores = dict(cast.scores)
-        self.order = [(self.scores[name], name) for name in self.queues]
-        heapify(self.order)
         self.before = cast.ahead  # tasks of the target's tenant that go before the target
         self.peers: dict[int, list[float]] = {}
-        # (when it releases its devices, tie breaker, width, the part that returns to the queue)
-        self.ends: list[tuple[float, int, int, _Rest | None]] = []
+        # when a stay ends or its turn does, and a tie breaker
+        self.events: list[tuple[float, int, _Stay]] = []
         self.number = count()
         for held, curve in cast.held:
             self._hold(held, curve)
@@ -482,19 +562,19 @@ class _SimulatedRun:
         while not self._seat():
             if self.starts >= STARTS:
                 return self.now_s * (1 + self._left_to_start() / self.starts)
-            self._release()
+            self._advance()
         return self.now_s
 
     def _left_to_start(self) -> float:
         """Estimate how many tasks still go before the target, if each is charged as much as those
         so far.
         """
-        charged = sum(self.scores[name] - score for name, score in self.cast.scores.items())
+        charged = sum(self.sides[name].score_s - score for name, score in self.cast.scores.items())
         charge = max(charged / self.starts, 1e-6)
-        goal = self.scores[self.cast.tenant] + self.before * charge
+        goal = self.sides[self.cast.tenant].score_s + self.before * charge
         others = (
-            min(len(queue), max(0.0, (goal - self.scores[name]) / charge))
-            for name, queue in self.queues.items()
+            min(len(side.waiting), max(0.0, (goal - side.score_s) / charge))
+            for name, side in self.sides.items()
             if name != self.cast.tenant
         )
         return self.before + sum(others)
@@ -503,66 +583,131 @@ class _SimulatedRun:
         runtime_s = curve.draw(held.elapsed_s, self.random())
         if held.max_duration_s is not None:
             runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))
-        turn_s = max(0.0, self.cast.scene.slice_s - held.turn_s)
         left_s = (runtime_s - held.elapsed_s) / held.speed
-        self._let_go_later(held.tenant, held.width, left_s, turn_s)
+        self._sit(_Stay(held.tenant, held.width, -held.turn_s, left_s))
 
-    def _let_go_later(self, tenant: str, width: int, left_s: float, turn_s: float) -> None:
-        rest = None
-        if left_s > turn_s:
-            rest = _Rest(tenant=tenant, width=width, left_s=left_s - turn_s)
-        at_s = self.now_s + min(left_s, turn_s)
-        heappush(self.ends, (at_s, next(self.number), width, rest))
+    def _sit(self, stay: _Stay) -> None:
+        heappush(self.events, (stay.ends_s, next(self.number), stay))
+        for lasts_s in {self.slice_s, max(self.slice_s, self.cast.scene.fresh_s)}:
+            at_s = max(self.now_s, stay.began_s + lasts_s)
+            if at_s < stay.ends_s:
+                heappush(self.events, (at_s, next(self.number), stay))
 
-    def _release(self) -> None:
-        """Let the next tasks release their devices; tasks that are not finished go back to their
-        queues.
-        """
-        self.now_s = self.ends[0][0]
-        while self.ends and self.ends[0][0] <= self.now_s:
-            _, _, width, rest = heappop(self.ends)
-            self.free += width
-            if rest is not None:
-                self._come_back(rest)
+    # --- time passes ---
 
-    def _come_back(self, rest: _Rest) -> None:
-        queue = self.queues.setdefault(rest.tenant, deque())
-        if self.cast.scene.goes_on_first:
-            queue.appendleft(rest)
-        else:
-            queue.append(rest)
-        if len(queue) == 1:
-            heappush(self.order, (self.scores.setdefault(rest.tenant, math.inf), rest.tenant))
+    def _advance(self) -> None:
+        """Go on to the next instant at which a stay ends, may be paused, or has to give way."""
+        at_s = min(self.events[0][0], self._crossing_s())
+        for side in self.sides.values():
+            side.accrue(at_s, self.cast.scene.half_life_s)
+        self.now_s = at_s
+        while self.events and self.events[0][0] <= at_s:
+            stay = heappop(self.events)[2]
+            if stay.gone:
+                continue
+            if stay.ends_s <= at_s:
+                self._let_go(stay)
+            elif not stay.ripe:
+                stay.ripe = True
+                side = self.sides[stay.tenant]
+                side.ripe.append(stay)
+                side.pace += stay.width / side.weight
+
+    def _let_go(self, stay: _Stay) -> None:
+        stay.gone = True
+        self.free += stay.width
+        if stay.ripe:
+            side = self.sides[stay.tenant]
+            side.ripe.remove(stay)
+            side.pace -= stay.width / side.weight
+
+    def _crossing_s(self) -> float:
+        """Return when usage gives the first waiting tenant the right to another tenant's device."""
+        first = self._first()
+        if first is None:
+            return math.inf
+        level_s = first.score_s + self._fee_s(first)
+        gaps = (
+            (level_s - side.score_s) / (side.pace - first.pace)
+            for side in self.sides.values()
+            if side.ripe and side.pace > first.pace and side.score_s <= level_s
+        )
+        gap_s = min(gaps, default=math.inf)
+        half_life_s = self.cast.scene.half_life_s
+        at_s = _charged_at_s(_charged_s(self.now_s, half_life_s) + gap_s, half_life_s)
+        return max(at_s, self.now_s + LEAST_STEP_S)
+
+    def _grown(self) -> float:
+        return _grown(self.now_s, self.cast.scene.half_life_s)
+
+    # --- starts ---
+
+    def _first(self) -> _Side | None:
+        """Return the least served tenant with a task that waits."""
+        sides = (side for side in self.sides.values() if side.waiting or side.paused)
+        return min(sides, key=lambda side: side.score_s, default=None)
+
+    def _fee_s(self, side: _Side) -> float:
+        """Return what the next turn of the tenant's first task adds to its usage."""
+        head = side.head()
+        assert head is not None
+        return self.slice_s * head.width / side.weight * self._grown()
 
     def _seat(self) -> bool:
         """Start all tasks that may start now; True once the target has started."""
-        while self.order:
-            _, tenant = entry = self.order[0]
-            if self._is_over(entry):
-                heappop(self.order)
-                continue
-            head = self.queues[tenant][0]
+        while (first := self._first()) is not None:
+            head = first.head()
+            assert head is not None
             if head.width > self.cast.devices:
-                self._pass_over(tenant)
-                continue
-            if head.width > self.free:
+                self._pass_over(first)
+            elif head.width <= self.free or self._make_room(first, head.width):
+                if self._start(first):
+                    return True
+            else:
+                break
+        return any(self._relieve(side) for side in self.sides.values() if side.waiting)
+
+    def _pass_over(self, side: _Side) -> None:
+        """Drop a task that can never fit, so that it blocks no other task."""
+        side.take()
+        self.before -= side is self.sides[self.cast.tenant]
+
+    def _make_room(self, first: _Side, width: int) -> bool:
+        """Pause tasks of better served tenants, the best served and latest first (rule F6)."""
+        if self.slice_s == math.inf:
+            return False
+        level_s = first.score_s + self._fee_s(first)
+        better = [s for s in self.sides.values() if s.ripe and s.score_s > level_s]
+        better.sort(key=lambda side: -side.score_s)
+        stays = [stay for side in better if side is not first for stay in reversed(side.ripe)]
+        if self.free + sum(stay.width for stay in stays) < width:
+            return False
+        for stay in stays:
+            if self.free >= width:
+                break
+            self._pause(stay)
+        return True
+
+    def _relieve(self, side: _Side) -> bool:
+        """Let fresh tasks take the places of the tenant's own tasks that have had theirs (F8)."""
+        settled_s = self.now_s - self.cast.scene.fresh_s
+        while side.waiting:
+            width = side.waiting[0].width
+            stay = next(
+                (s for s in side.ripe if s.began_s <= settled_s and s.width + self.free >= width),
+                None,
+            )
+            if stay is None:
                 return False
-            heappop(self.order)
-            if self._start(tenant):
+            self._pause(stay)
+            if self._start(side):
                 return True
         return False
 
-    def _pass_over(self, tenant: str) -> None:
-        """Drop a task that can never fit, so that it blocks no other task."""
-        self.queues[tenant].popleft()
-        self.before -= tenant == self.cast.tenant
-
-    def _is_over(self, entry: tuple[float, str]) -> bool:
-        """True if the entry is out of date: its tenant has started a task since, or has none
-        left.
-        """
-        score_s, tenant = entry
-        return score_s != self.scores[tenant] or not self.queues[tenant]
+    def _pause(self, stay: _Stay) -> None:
+        self._let_go(stay)
+        rest = _Rest(stay.width, stay.ends_s - self.now_s)
+        self.sides[stay.tenant].paused.append(rest)
 
     def _drawn_s(self, task: WaitingTask) -> float:
         """Draw a runtime for a task: from the curve, or the same as another task of its keys has.
@@ -582,22 +727,20 @@ class _SimulatedRun:
             runtime_s = min(runtime_s, task.max_duration_s)
         return max(0.0, runtime_s - task.elapsed_s)
 
-    def _start(self, tenant: str) -> bool:
-        """Start the tenant's first task, charge its turn, and queue the tenant's next task."""
-        scene, queue = self.cast.scene, self.queues[tenant]
-        task = queue.popleft()
-        if tenant == self.cast.tenant and isinstance(task, WaitingTask):
+    def _start(self, side: _Side) -> bool:
+        """Start the tenant's first task and charge its turn; True if it is the target."""
+        task = side.take()
+        if side is self.sides[self.cast.tenant] and isinstance(task, WaitingTask):
             if self.before == 0:
                 return True
             self.before -= 1
         left_s = task.left_s if isinstance(task, _Rest) else self._drawn_s(task)
         self.free -= task.width
         self.starts += 1
-        self._let_go_later(tenant, task.width, left_s, scene.slice_s)
-        charge_s = min(left_s, scene.slice_s) * task.width / self.cast.weights.get(tenant, 1.0)
-        self.scores[tenant] += charge_s * _grown(self.now_s, scene.half_life_s)
-        if queue:
-            heappush(self.order, (self.scores[tenant], tenant))
+        if self.starts % GROWN_AFTER == 0:
+            self.slice_s *= 2
+        self._sit(_Stay(side.name, task.width, self.now_s, self.now_s + left_s))
+        side.score_s += min(left_s, self.slice_s) * task.width / side.weight * self._grown()
         return False
 
 
@@ -606,6 +749,20 @@ def _grown(now_s: float, half_life_s: float) -> float:
     (rule F2).
     """
     return float(2 ** min(now_s / half_life_s, 500.0)) if half_life_s > 0 else 1.0
+
+
+def _charged_s(until_s: float, half_life_s: float) -> float:
+    """Return what a device that is held until then adds to usage, as usage of today."""
+    if half_life_s <= 0:
+        return until_s
+    return (_grown(until_s, half_life_s) - 1) * half_life_s / math.log(2)
+
+
+def _charged_at_s(charged_s: float, half_life_s: float) -> float:
+    """Return until when a device has to be held to add so much to usage."""
+    if half_life_s <= 0:
+        return charged_s
+    return half_life_s * math.log2(1 + charged_s * math.log(2) / half_life_s)
 
 
 # --- calibration --------------------------------------------------------------------------------

@@ -390,7 +390,7 @@ def place(board: Board, task: BoardTask) -> tuple[int, Ahead]:
     in rows.
     """
     in_line = [other for other in board.tasks.values() if other.id in board.tree]
-    crowd = _WaitingCounts(board, [other for other in in_line if other.kind == task.kind])
+    crowd = WaitingCounts(board, [other for other in in_line if other.kind == task.kind])
     leaf = board.leaf(task)
     mine = [other for other in in_line if board.leaf(other) is leaf and other.kind == task.kind]
     higher = sum(other.priority > task.priority for other in mine)
@@ -407,7 +407,7 @@ def place(board: Board, task: BoardTask) -> tuple[int, Ahead]:
     return k + 1, Ahead(tenants=counts[True], users=counts[False], higher=higher, earlier=earlier)
 
 
-class _WaitingCounts:
+class WaitingCounts:
     """Counts the tasks that wait below each branch of a board, for one kind of device."""
 
     def __init__(self, board: Board, tasks: Iterable[BoardTask]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import re
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select, text, update
 
 from app.core.explanation import waiting_reasons
 from app.core.model import codec
@@ -536,10 +537,10 @@ class TestEstimate:
         one, two = found[first.id].estimate, found[second.id].estimate
         assert one.p10_s < one.p50_s < one.p90_s
         assert one.earliest_at < one.starts_at < one.latest_at
-        # All tasks run for 100 s, within a bin of the history: the first goes after the 60 s that
-        # are left of the one that runs, and the second a task later.
-        assert 45 < one.p50_s < 75
-        assert 140 < two.p50_s < 180
+        # A fresh task takes the place of one that has had its minute (rule F8): the first in 20 s,
+        # and the second a minute later.
+        assert 15 < one.p50_s < 25
+        assert 70 < two.p50_s < 90
         assert running.seat == "d0"
 
     def test_start_beyond_a_month_is_unknown_and_spoils_no_other(self, session, scenery):
@@ -548,17 +549,39 @@ class TestEstimate:
         scenery.device("d1", kind="sim")
         for _ in range(30):
             self.ended(scenery, a, 200 * 86_400)
+        used = scenery.task(b, "running", seat="d0", kind="cpu")
+        scenery.charge(used, 1000 * 86_400 * SECOND)
+        scenery.move(used, "done")
+        session.execute(update(Placement).values(ended_at=func.now()))
         scenery.task(a, "running", seat="d0")
-        behind = [scenery.task(a) for _ in range(60)]
-        now = scenery.task(b, kind="sim")
-        found = explain.explain(session, [*behind, now])
-        for task in behind[10:]:
-            assert found[task.id].estimate is None
-            assert found[task.id].no_estimate == {
-                "code": "TOO_FAR",
-                "message": "It is expected to wait longer than 30 days.",
-            }
+        far, now = scenery.task(b), scenery.task(b, kind="sim")
+        found = explain.explain(session, [far, now])
+        assert found[far.id].estimate is None
+        assert found[far.id].no_estimate == {
+            "code": "TOO_FAR",
+            "message": "Expected to wait longer than 30 days.",
+        }
         assert found[now.id].estimate.p50_s < 2
+
+    def test_no_start_is_later_than_one_of_a_worse_place(self, session, scenery):
+        tenants = [scenery.tenant(name) for name in "abc"]
+        scenery.device("d0")
+        scenery.device("d1")
+        for tenant, held_s in zip(tenants, (3, 300, 30_000), strict=True):
+            for _ in range(10):
+                self.ended(scenery, tenant, held_s)
+        for n in range(2):
+            scenery.task(tenants[n], "running", seat=f"d{n}")
+        queue = [
+            scenery.task(tenants[n % 3], devices_min=1 + n % 2, devices_max=1 + n % 2)
+            for n in range(12)
+        ]
+        told = sorted(explain.explain(session, queue).values(), key=lambda why: why.place)
+        starts = [why.estimate for why in told if why.estimate is not None]
+        assert len(starts) > 6
+        for one, other in pairwise(starts):
+            assert one.starts_at <= other.starts_at
+            assert one.p10_s <= one.p50_s <= one.p90_s
 
     def test_task_of_a_less_served_tenant_does_not_wait_for_others_to_end(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
@@ -571,7 +594,7 @@ class TestEstimate:
         found = explain.explain(session, [own, other])
         assert (found[own.id].place, found[other.id].place) == (2, 1)
         assert found[other.id].estimate.p90_s < 5  # its turn is over
-        assert found[own.id].estimate.p50_s > 60
+        assert found[own.id].estimate.p50_s > 30
 
 
 def test_all_tasks_of_a_page_are_explained_with_one_board(session, scenery):
