@@ -35,6 +35,7 @@ from workers.process.file_locks import hold
 from workers.process.isolation import sandbox
 from workers.process.isolation.cgroups import Bounds
 from workers.process.isolation.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
+from workers.process.isolation.helper_groups import HelperGroups
 from workers.transfer.host_cache import Cache
 from workers.transfer.installs.container_images import ContainerImages
 from workers.transfer.installs.environments import Environments
@@ -96,6 +97,8 @@ class House:
     egress_hosts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> addresses
     address: str = "127.0.0.1"  # address at which other hosts reach this host
     incarnation: str = field(default_factory=lambda: _incarnation(0))
+    # control groups of programs that build packages and unpack images
+    helpers: HelperGroups = field(default_factory=HelperGroups, compare=False)
 
     @classmethod
     def of(cls, settings: Settings, found: FoundDevice) -> House:
@@ -201,12 +204,16 @@ class House:
             wheels=self.wheels,
             reach=self.package_hosts,
             is_walled=self.sandbox != "off",
+            build_bytes=self.environments_bytes,
+            helpers=self.helpers,
         )
 
     @property
     def images(self) -> ContainerImages:
         """The container images of the host, which all its devices share."""
-        return ContainerImages(folder=self.run / "images", limit_bytes=self.images_bytes)
+        return ContainerImages(
+            folder=self.run / "images", limit_bytes=self.images_bytes, helpers=self.helpers
+        )
 
     @property
     def signer(self) -> Signer:

@@ -84,6 +84,7 @@ class Spawner:
             folder.chmod(stat.S_IMODE(folder.stat().st_mode) & PASSAGE)
         device, run = self.house.device, self.house.run
         self.groups = cgroups.ControlGroups.made(device, run, self.house.bounds)
+        self.house.helpers.open(device, run)
         if os.geteuid() == 0:
             self.reserve_uids()
         self.unlimited |= self.groups.missing
@@ -93,6 +94,7 @@ class Spawner:
 
     def close(self) -> None:
         self.groups.close()
+        self.house.helpers.close()
         if self.uids is not None:
             self.uids.close()
 

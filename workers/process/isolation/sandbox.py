@@ -586,8 +586,11 @@ def _furnish(root: Path, room: Room) -> None:
     (root / "proc").mkdir()
     _give_tmp(dev / "shm", room.tmp_bytes)
     _give_terminals(dev)
+    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    if room.uid == 0:  # /proc/sys belongs to root, also to a root without capabilities
+        flags |= _MS_RDONLY
     try:
-        _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+        _mount("proc", str(root / "proc"), "proc", flags)
     except PermissionError:
         # in a container that hides parts of /proc, the kernel refuses to mount another /proc
         return

@@ -18,6 +18,7 @@ from pathlib import Path
 from workers.process.file_locks import hold
 
 FIRST_UID, RANGES, UIDS_PER_RANGE = 200_000, 4096, 256
+BUILDER = FIRST_UID - 1  # the user that compiles packages; no resident and no proxy has it
 #: The folder for all device workers of a host that run as root, whatever their instance.
 HOST_FOLDER = Path("/run/roundhouse-uids")
 

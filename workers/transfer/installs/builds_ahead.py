@@ -2,9 +2,11 @@
 
     island -> locks in its answers -> device worker -> this thread -> builder -> uv
 
-All device workers of a host get the same locks.  One of them builds at a time: the one that holds
-the lock file `building`.  The kernel takes the lock from a worker that dies, and the builder dies
-with its worker, so another worker goes on.  A build has a low priority, as tasks run beside it.
+All device workers of a host get the same locks.  A worker builds up to AT_ONCE environments at a
+time, each in a thread of its own, and a host as many: a build holds one of so many lock files, and
+the lock file of its environment's turn, so that no two build the same.  The kernel takes the locks
+from a worker that dies, and its builders die with it, so another worker goes on.  A build has a low
+priority, as tasks run beside it.  It ends when no task waits for its environment any more.
 
 A failure is reported in uv's own words.  It is also written down for the other workers of the host,
 so that they do not repeat the build.  The build is tried again after a while, as long as a task
@@ -27,7 +29,13 @@ from itertools import takewhile
 from app.storage.store import Damaged, Store
 from workers.process.file_locks import hold
 from workers.process.uv import NoUv
-from workers.transfer.installs.environments import BuilderKilled, Environments, NotBuilt
+from workers.transfer.installs.environments import (
+    AheadBuild,
+    BuilderKilled,
+    Environments,
+    NotBuilt,
+    NotWanted,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +44,39 @@ SOON_S = 2.0  # in seconds: time until the next try, if the fault is not one of 
 TURN_S = 0.2  # in seconds: how often this worker checks for its turn, since flock has no time limit
 LOOK_S = 30.0  # interval of looks for environments that were removed although they are wanted
 KILLED_MOST = 3
+AT_ONCE = 2  # most builds at a time on a host
 FULL = "the disk for packages is full of those that other tasks wait for"
 
 
-class BuildsAhead(threading.Thread):
-    """Builds the environments that tasks will need, one after another, in a thread of its own.
+class BuildsAhead:
+    """Builds the environments that tasks will need, in threads of its own.
 
     Other threads call only the public methods.
     """
 
     def __init__(self, kept: Environments, store: Store, happened: Callable[[], None]) -> None:
-        """Set up; `happened` is called from this thread when there is something to report."""
-        super().__init__(name="builds", daemon=True)
+        """Set up; `happened` is called from a thread when there is something to report."""
         self.kept, self.store, self._happened = kept, store, happened
+        self._threads = [
+            threading.Thread(target=self._run, name=f"builds-{n}", daemon=True)
+            for n in range(AT_ONCE)
+        ]
         self._wanted: tuple[str, ...] = ()
+        self._taken: set[str] = set()  # locks at which a thread works
         self._since_s: dict[str, float] = {}  # failures before this time are old
         self._again_s: dict[str, float] = {}
         self._killed: dict[str, int] = {}
         self._states: dict[str, list[str]] = {}
         self._changed = threading.Condition()
         self._ended = False
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     # --- from other threads ---
 
@@ -87,9 +108,9 @@ class BuildsAhead(threading.Thread):
             self._ended = True
             self._changed.notify_all()
 
-    # --- this thread ---
+    # --- its threads ---
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while (lock := self._next()) is not None:
             try:
                 with self._turn(lock) as is_mine:
@@ -101,19 +122,28 @@ class BuildsAhead(threading.Thread):
             except Exception as error:
                 log.exception("cannot build the environment %s ahead", lock[:12])
                 self._fail(lock, f"The host cannot build environments: {error}", 0.0)
+            finally:
+                with self._changed:
+                    self._taken.discard(lock)
+                    self._changed.notify_all()
 
     def _next(self) -> str | None:
-        """Wait until a lock can be built, and return it; None when the thread must end."""
+        """Wait until a lock can be built, and take it; None when the thread must end."""
         with self._changed:
             while not self._ended:
-                now_s, open_ = time.time(), [one for one in self._wanted if not self._has(one)]
+                now_s, open_ = time.time(), self._open()
                 for lock in open_:
                     if (again_s := self._again_s.get(lock, 0.0)) <= now_s:
                         self._since_s[lock] = max(self._since_s[lock], again_s)
+                        self._taken.add(lock)
                         return lock
                 again_s = min((self._again_s[one] for one in open_), default=now_s + LOOK_S)
                 self._changed.wait(min(LOOK_S, again_s - now_s))
             return None
+
+    def _open(self) -> list[str]:
+        """Return the wanted locks that are not built and at which no thread works."""
+        return [one for one in self._wanted if one not in self._taken and not self._has(one)]
 
     def _has(self, lock: str) -> bool:
         """True if the environment is built, as far as the host can tell."""
@@ -124,25 +154,30 @@ class BuildsAhead(threading.Thread):
 
     @contextmanager
     def _turn(self, lock: str) -> Iterator[bool]:
-        """Wait until no other worker of the host builds.
+        """Wait until no other worker builds this environment and the host has a free place.
 
         Yields False if there is nothing left to build then.
         """
-        fd = self.kept.lock_file("building")
+        turn = self.kept.lock_file(f"turn-{lock}")
+        places = [self.kept.lock_file(f"building-{n}") for n in range(AT_ONCE)]
         try:
             while self._is_open(lock):
-                if hold(fd, fcntl.LOCK_EX):
+                if hold(turn, fcntl.LOCK_EX) and any(hold(one, fcntl.LOCK_EX) for one in places):
                     yield self._is_open(lock)  # another worker may have built it meanwhile
                     return
                 with self._changed:
                     self._changed.wait(TURN_S)
             yield False
         finally:
-            os.close(fd)
+            for fd in (turn, *places):
+                os.close(fd)
+
+    def _is_wanted(self, lock: str) -> bool:
+        return not self._ended and lock in self._wanted
 
     def _is_open(self, lock: str) -> bool:
         """True if the lock is wanted and not built, and no other worker has failed to build it."""
-        if self._ended or lock not in self._wanted or self.kept.has(lock):
+        if not self._is_wanted(lock) or self.kept.has(lock):
             return False
         failure = self.kept.failure(lock)
         if failure is None or failure.at_s < self._since_s.get(lock, 0.0):
@@ -158,7 +193,10 @@ class BuildsAhead(threading.Thread):
         self._tell(lock, "building", "")
         began_s = time.monotonic()
         try:
-            self.kept.opened(lock, self.store, ahead=before).close()
+            ahead = AheadBuild(before=before, is_wanted=lambda: self._is_wanted(lock))
+            self.kept.opened(lock, self.store, ahead=ahead).close()
+        except NotWanted:
+            log.info("ended the build of %s, for which no task waits any more", lock[:12])
         except BuilderKilled as error:
             killed = self._killed[lock] = self._killed.get(lock, 0) + 1
             log.warning("the builder of %s was killed (%d times)", lock[:12], killed)

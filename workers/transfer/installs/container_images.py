@@ -20,13 +20,14 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.core.model.protocol.wellformed import is_storable
 from app.storage.backend import make_private
 from workers.process.isolation import host_mounts
+from workers.process.isolation.helper_groups import HelperGroups
 from workers.process.isolation.host_mounts import HostMount
 from workers.transfer.installs import image_source
 from workers.transfer.installs.image_source import BadContainerImage
@@ -70,6 +71,8 @@ class HeldContainerImage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerImages(KeptTrees):
     """Manages the unpacked container images of a host, of up to `limit_bytes` on disk."""
+
+    helpers: HelperGroups = field(default_factory=HelperGroups, compare=False)
 
     def opened(self, name: str, place: HostMount) -> HeldContainerImage:
         """Return the image that is registered at a place; unpack it if that is not done yet.
@@ -200,15 +203,16 @@ class ContainerImages(KeptTrees):
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
         boot += "from workers.transfer.installs.image_unpacker import main; main()"
         try:
-            done = subprocess.run(
-                [sys.executable, "-B", "-c", boot, json.dumps(order)],
-                env={"LANG": "C.UTF-8", "PATH": os.environ.get("PATH", "")},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                cwd="/",
-                timeout=limit_s,
-                check=False,
-            )
+            with self.helpers.of_helper() as groups:
+                done = subprocess.run(
+                    [sys.executable, "-B", "-c", boot, json.dumps({**order, "groups": groups})],
+                    env={"LANG": "C.UTF-8", "PATH": os.environ.get("PATH", "")},
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    cwd="/",
+                    timeout=limit_s,
+                    check=False,
+                )
         except subprocess.TimeoutExpired as error:
             raise NotUnpacked(f"it was not read within {limit_s:g} s") from error
         told = done.stderr.decode("utf-8", "replace").strip()[-_TOLD:]

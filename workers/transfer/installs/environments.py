@@ -4,13 +4,15 @@ A process of its own (`workers.device.environment_builder`) builds an environmen
 devices of the host. It builds in a draft folder, which is renamed when it is complete. From then on
 nothing changes the environment. Residents see it read-only.
 
+A builder has control groups of its own, a limit of disk, and ends when nobody wants its environment
+any more.
+
 Each environment has a lock file (`workers.transfer.installs.kept_trees`). If there is more on disk
-than the limit, uv's downloads are removed first, then the environments that were used longest ago.
+than the limit, the environments that were used longest ago are removed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -19,19 +21,20 @@ import sys
 import sysconfig
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from app.core import units
 from app.core.model.provisions.package_lock import PackageLock, public, read_lock
 from app.core.model.provisions.requirements import BadFile
 from app.storage.backend import make_private
 from app.storage.store import Store
 from workers.process import uv
+from workers.process.isolation.helper_groups import HelperGroups
 from workers.transfer.installs.kept_trees import ABOUT, KeptTrees, disk_bytes, make_read_only
 
 JSON = dict[str, Any]
@@ -44,6 +47,8 @@ BUILDER = "workers.device.environment_builder"  # a program
 REPORTED = 50  # at most so many environments are reported, the last used first
 _LEFT_S = 3600.0  # an older draft was left by a dead builder
 _SLACK_S = 30.0
+_WATCH_S = 0.5  # interval of looks at a builder
+_WATCH_DISK = 10  # the disk of a draft is looked at each so many intervals, as it takes long
 # the builder's status, if a signal killed it inside the sandbox, has this bit
 _SIGNALLED = 0x80
 
@@ -52,8 +57,23 @@ class NotBuilt(Exception):
     """Raised when an environment cannot be built here; the message is for the task's owner."""
 
 
+class NotWanted(NotBuilt):
+    """Raised when nobody wants the environment any more that is being built."""
+
+
 class BuilderKilled(NotBuilt):
     """Raised when the builder was killed, which does not mean that the lock is at fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadBuild:
+    """Describes a build that no task on a device waits for.
+
+    `before` has the locks that are wanted before this one, whose environments are not removed.
+    """
+
+    before: Collection[str]
+    is_wanted: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,26 +116,26 @@ class Environments(KeptTrees):
     wheels: Path | None = None
     reach: Sequence[str] | None = ()
     is_walled: bool = True
+    build_bytes: int = 32 * 2**30  # disk of one build, with its downloads
+    helpers: HelperGroups = field(default_factory=HelperGroups, compare=False)
 
     # --- use ---
 
     def opened(
-        self, sha256: str, store: Store, *, ahead: Collection[str] | None = None
+        self, sha256: str, store: Store, *, ahead: AheadBuild | None = None
     ) -> HeldEnvironment:
         """Return the environment of a lock; build it if it is not there, or wait if another worker
         builds it.
 
-        `ahead` is for a build that no task on a device waits for. It has the locks that are wanted
-        before this one, whose environments are not removed. Such a build leaves most of the host to
-        the tasks that run.
+        A build that is `ahead` leaves most of the host to the tasks that run.
 
         Raises NotBuilt, and app.storage.store.Damaged or OSError if the store does not have the
         lock.
         """
 
         def make() -> None:
-            self._build(sha256, store, is_ahead=ahead is not None)
-            self._make_room({sha256, *(ahead or ())})
+            self._build(sha256, store, ahead)
+            self._make_room({sha256, *(ahead.before if ahead is not None else ())})
 
         until_s = time.monotonic() + 2 * self.build_s + _SLACK_S
         if (held := self.shared(sha256, make, until_s)) is None:
@@ -181,7 +201,7 @@ class Environments(KeptTrees):
 
     # --- building ---
 
-    def _build(self, sha256: str, store: Store, *, is_ahead: bool) -> None:
+    def _build(self, sha256: str, store: Store, ahead: AheadBuild | None) -> None:
         """Build the environment; this process holds its lock alone."""
         with store.open(sha256) as file:
             try:
@@ -196,51 +216,72 @@ class Environments(KeptTrees):
         making.mkdir()
         began_s = time.monotonic()
         try:
-            with self._downloads():
-                self._install(lock, python, making, is_ahead=is_ahead)
+            self._install(lock, python, making, ahead)
             took_us = int((time.monotonic() - began_s) * 1e6)
             self._finish(sha256, lock, python, making / "environment", took_us)
         finally:
             self.remove(making)
         log.info("built environment %s in %.1f s", sha256[:12], took_us / 1e6)
 
-    def _install(self, lock: PackageLock, python: Path, making: Path, *, is_ahead: bool) -> None:
+    def _install(
+        self, lock: PackageLock, python: Path, making: Path, ahead: AheadBuild | None
+    ) -> None:
         (making / "lock.txt").write_text(lock.text)
-        order = {
-            "work": str(making.parent),
-            "making": making.name,
-            "python": str(python),
-            "uv": uv.program(),
-            "options": list(self.options),
-            "wheels": str(self.wheels.absolute()) if self.wheels else "",
-            "reach": self.reach,
-            "is_walled": self.is_walled,
-            "has_packages": bool(lock.packages),
-            "limit_s": self.build_s,
-            "is_ahead": is_ahead,
-        }
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
         boot += f"from {BUILDER} import main; main()"
-        try:
-            done = subprocess.run(
+        with self.helpers.of_helper() as groups:
+            order = {
+                "making": str(making.absolute()),
+                "python": str(python),
+                "uv": uv.program(),
+                "options": list(self.options),
+                "wheels": str(self.wheels.absolute()) if self.wheels else "",
+                "reach": self.reach,
+                "is_walled": self.is_walled,
+                "has_packages": bool(lock.packages),
+                "limit_s": self.build_s,
+                "is_ahead": ahead is not None,
+                "groups": groups,
+            }
+            with subprocess.Popen(
                 [sys.executable, "-B", "-c", boot, json.dumps(order)],
-                env=uv.variables(making.parent / "downloads"),
+                env=uv.variables(making / "downloads"),
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 cwd="/",
-                timeout=2 * self.build_s + _SLACK_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotBuilt(f"Its environment was not built within {self.build_s:g} s.") from error
-        if done.returncode < 0 or done.returncode > _SIGNALLED:
-            number = -done.returncode if done.returncode < 0 else 0x100 - done.returncode
+            ) as builder:
+                try:
+                    said = self._watched(builder, making, ahead)
+                finally:
+                    builder.kill()
+        status = builder.returncode
+        if status < 0 or status > _SIGNALLED:
+            number = -status if status < 0 else 0x100 - status
             raise BuilderKilled(
                 f"Its environment was not built: the builder was ended by signal {number}."
             )
-        if done.returncode:
-            said = uv.shortened(done.stderr.decode("utf-8", "replace"))
-            raise NotBuilt(f"Its environment could not be built: {said}")
+        if status:
+            told = uv.shortened(said.decode("utf-8", "replace"))
+            raise NotBuilt(f"Its environment could not be built: {told}")
+
+    def _watched(
+        self, builder: subprocess.Popen[bytes], making: Path, ahead: AheadBuild | None
+    ) -> bytes:
+        """Wait for a builder, and return its messages; raises NotBuilt if it must end before."""
+        until_s, looks = time.monotonic() + 2 * self.build_s + _SLACK_S, 0
+        while True:
+            try:
+                return builder.communicate(timeout=_WATCH_S)[1]
+            except subprocess.TimeoutExpired:
+                looks += 1
+            if ahead is not None and not ahead.is_wanted():
+                raise NotWanted("No task waits for its environment any more.")
+            if time.monotonic() >= until_s:
+                raise NotBuilt(f"Its environment was not built within {self.build_s:g} s.")
+            if looks % _WATCH_DISK == 0 and disk_bytes(making) > self.build_bytes:
+                most = units.size(self.build_bytes)
+                raise NotBuilt(f"Its packages need more than {most} of disk (limit of this host).")
 
     def _finish(
         self, sha256: str, lock: PackageLock, python: Path, made: Path, took_us: int
@@ -248,6 +289,7 @@ class Environments(KeptTrees):
         """Add what links the environment to this host, make it read-only, and give it its name."""
         site = site_packages(made, lock.python)
         if not lock.alone:
+            (site / "_platform.pth").unlink(missing_ok=True)  # a package may bring such a file
             (site / "_platform.pth").write_text(_platform_paths())
         size_bytes = make_read_only(made)
         about = {
@@ -258,6 +300,7 @@ class Environments(KeptTrees):
             "prefix": sys.prefix,
         }
         made.chmod(0o755)
+        (made / ABOUT).unlink(missing_ok=True)
         (made / ABOUT).write_text(json.dumps(about))
         (made / ABOUT).chmod(0o444)
         built = self.built(sha256)
@@ -277,26 +320,12 @@ class Environments(KeptTrees):
 
     # --- room ---
 
-    @contextmanager
-    def _downloads(self) -> Iterator[None]:
-        """Keep uv's downloads from being removed during a build."""
-        fd = self.lock_file("downloads")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            yield
-        finally:
-            os.close(fd)
-
     def _make_room(self, kept: Collection[str]) -> None:
-        """Remove what exceeds the limit: downloads first, then the environments that were used
-        longest ago.
-        """
-        sizes = {name: size for name, (size, _) in self._all().items()}
-        downloads = self.folder / "work" / "downloads"
-        over = sum(sizes.values()) + disk_bytes(downloads) - self.limit_bytes
+        """Remove what exceeds the limit: the environments that were used longest ago."""
+        over = sum(size for size, _ in self._all().values()) - self.limit_bytes
         self.remove_left_drafts(max(_LEFT_S, 2 * self.build_s))
-        if over > 0:
-            over -= self.let_go("downloads", downloads)
+        if (old := self.work / "downloads").exists():  # which an earlier version kept
+            self.remove(old)
         self.let_go_unused(over, kept)
 
     def _all(self) -> Mapping[str, tuple[int, int]]:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
-from workers.process.isolation import sandbox
+from workers.process.isolation import cgroups, sandbox
 from workers.process.isolation.host_mounts import HostMount
 from workers.process.isolation.sandbox import Room
 from workers.transfer.installs import image_source
@@ -47,6 +47,7 @@ _HOSTS = b"127.0.0.1 localhost job\n"
 def main() -> NoReturn:
     sandbox.die_with_parent()
     order = json.loads(sys.argv[1])
+    cgroups.join(order["groups"])
     making = Path(order["making"])
     room = _room(order, making)
     standing, missing = sandbox.try_out(room)

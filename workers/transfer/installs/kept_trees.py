@@ -15,6 +15,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,19 @@ class KeptTrees:
 
 
 def make_read_only(folder: Path) -> int:
-    """Let all users read a tree, and none write to it; return its size on disk."""
+    """Let all users read a tree, and none write to it; return its size on disk.
+
+    It belongs to our user from then on.
+    """
+    us = os.geteuid()
     for path, folders, files in os.walk(folder):
+        if os.lstat(path).st_uid != us:
+            os.chown(path, us, us, follow_symlinks=False)
         for name in files:
             at = os.path.join(path, name)
             status = os.lstat(at)
+            if status.st_uid != us:
+                os.chown(at, us, us, follow_symlinks=False)
             if not os.path.islink(at):
                 os.chmod(at, 0o555 if status.st_mode & 0o100 else 0o444)
         for name in folders:
@@ -156,6 +165,7 @@ def disk_bytes(folder: Path) -> int:
     blocks = dict[tuple[int, int], int]()
     for path, _, files in os.walk(folder):
         for name in files:
-            status = os.lstat(os.path.join(path, name))
-            blocks[status.st_dev, status.st_ino] = status.st_blocks
+            with suppress(FileNotFoundError):  # of a tree that is being written
+                status = os.lstat(os.path.join(path, name))
+                blocks[status.st_dev, status.st_ino] = status.st_blocks
     return 512 * sum(blocks.values())

@@ -424,7 +424,7 @@ def test_unpacker_ends_with_the_device_worker_that_started_it(tmp_path: Path) ->
     tree = making / "tree" / "root"
     order = {
         "root": str(tmp_path), "below": "root.tar", "making": str(making), "limit_bytes": 2**40,
-        "limit_s": 77, "digest": image_unpacker.digest_of(tmp_path / "root.tar"),
+        "limit_s": 77, "groups": [], "digest": image_unpacker.digest_of(tmp_path / "root.tar"),
     }  # fmt: skip
     boot = "from workers.transfer.installs.image_unpacker import main; main()"
     outer = psutil.Popen([sys.executable, "-B", "-c", boot, json.dumps(order)], cwd=ROOT)
