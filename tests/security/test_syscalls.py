@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -204,6 +205,50 @@ def test_only_unix_and_internet_sockets_are_allowed():
     found = _errnos_behind_the_filter(make)
     assert len(found) == 6 * len(families)
     assert set(found) == {errno.EINVAL}
+
+
+def test_only_route_of_netlink_is_allowed_and_only_in_a_network_of_its_own():
+    room = sandbox.Room(code=Path("/"), scratch=Path("/"), uid=os.geteuid())
+
+    def protocols(walls: list[str]) -> list[int]:
+        """Return the protocols of netlink that a process behind these layers can use."""
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            try:
+                sandbox.separate(walls)
+                sandbox.enclose(room, walls)
+                for number in range(64):
+                    with contextlib.suppress(OSError):
+                        socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, number).close()
+                        os.write(write, bytes([number]))
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as file:
+            found = [*file.read()]
+        os.waitpid(child, 0)
+        return found
+
+    assert protocols(["privileges", "syscalls"]) == []
+    assert protocols(["network", "capabilities", "privileges", "syscalls"]) == [0]
+
+
+def test_process_in_a_network_of_its_own_cannot_change_it():
+    room = sandbox.Room(code=Path("/"), scratch=Path("/"), uid=os.geteuid())
+    walls = ["network", "capabilities", "privileges", "syscalls"]
+    if not (child := os.fork()):
+        try:
+            sandbox.separate(walls)
+            sandbox.enclose(room, walls)
+            route = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+            # RTM_NEWLINK with NLM_F_REQUEST and NLM_F_ACK: take the interface 1 down
+            down = bytes(4) + (1).to_bytes(4, "little") + bytes(4) + (1).to_bytes(4, "little")
+            route.send((32).to_bytes(4, "little") + bytes((16, 0, 5, 0)) + bytes(8) + down)
+            told = int.from_bytes(route.recv(4096)[16:20], "little", signed=True)
+            os._exit(-told)
+        finally:
+            os._exit(254)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EPERM
 
 
 def _errno_of_socket(make: Callable[[int, int], Any], family: int, kind: int) -> int:

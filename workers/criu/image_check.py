@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -43,7 +43,8 @@ _MAX_PROCESSES = 1024  # threads included, as the layer `limits` sets it
 _MOST = {6: 1024, 7: 4096, 4: 0}  # hard limits of RLIMIT_NPROC, RLIMIT_NOFILE, RLIMIT_CORE
 
 _REG, _PIPE, _FIFO, _INETSK, UNIX_SOCKET, _EVENTFD, _EVENTPOLL, _INOTIFY, _SIGNALFD = range(1, 10)
-_TIMERFD, _MEMFD, _PIDFD = 17, 18, 20
+_NETLINK, _TIMERFD, _MEMFD, _PIDFD = 13, 17, 18, 20
+_ROUTE = 0  # the protocol of netlink that the sandbox allows
 #: Kind of an open file -> (the field of its entry, the field in the entry that has its owner; 0 if
 #: none).
 KINDS = {
@@ -55,6 +56,7 @@ KINDS = {
     _EVENTFD: (8, 3),
     _EVENTPOLL: (9, 3),
     _INOTIFY: (13, 4),
+    _NETLINK: (7, 11),
     _SIGNALFD: (10, 3),
     _TIMERFD: (12, 3),
     _MEMFD: (20, 4),
@@ -80,13 +82,13 @@ class BadImage(Exception):
 class Allowed:
     """Lists what the processes of a command may be and what they may have open.
 
-    `shown` are the paths of the host that every resident sees, read-only; `filter_program` is the
-    system call filter of the sandbox.
+    `shown` are the paths of the host that every resident sees, read-only; `filter_programs` are the
+    system call filters of the sandbox, with and without a network of its own.
     """
 
     uid: int
     machine: str
-    filter_program: bytes
+    filter_programs: Collection[bytes]
     shown: tuple[str, ...]
 
 
@@ -298,7 +300,7 @@ def _check_filters(reader: _Reader, allowed: Allowed) -> dict[int, bool]:
             before = each.number(2) if each.has(2) else None
             if before is not None and before >= number:
                 raise BadRecord("a filter comes before the one that it adds to")
-            if before in good or (before is None and each.text(1) == allowed.filter_program):
+            if before in good or (before is None and each.text(1) in allowed.filter_programs):
                 good[number] = bool(each.number(3, 0) & _FOR_ALL_THREADS)
     return good
 
@@ -368,6 +370,8 @@ def _check_files(reader: _Reader, tree: CheckedTree, allowed: Allowed) -> dict[i
                 paths[record.number(2)] = _check_path(entry, tree, allowed)
             elif kind == UNIX_SOCKET:
                 _check_unix_socket(entry, allowed.uid)
+            elif kind == _NETLINK and entry.number(3) != _ROUTE:
+                raise BadRecord("a netlink socket would be of another protocol")
     return paths
 
 

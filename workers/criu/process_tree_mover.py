@@ -223,7 +223,9 @@ class TreeMover:
         return Allowed(
             uid=uid,
             machine=self.traits.machine,
-            filter_program=sandbox.filter_program(),
+            filter_programs=tuple(
+                sandbox.filter_program(has_own_network=own) for own in (True, False)
+            ),
             shown=tuple(map(str, sandbox.shown_paths(room))),
         )
 

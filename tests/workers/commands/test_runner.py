@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,59 @@ def test_command_cannot_reach_into_its_stub(rig):
 
 
 # --- pause and go on ------------------------------------------------------------------------------
+
+
+GLOO = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo"); ones = torch.ones(4) * (dist.get_rank() + 1)
+dist.all_reduce(ones); print("reduced", ones.tolist(), flush=True); dist.destroy_process_group()
+"""
+SPAWNS = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, at): return torch.tensor([float(at)])
+def train(rank, size):
+    dist.init_process_group("gloo", init_method="tcp://localhost:29511", rank=rank, world_size=size)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    for rows in torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=1):
+        model(rows).sum().backward()
+    print("trained", size, flush=True); dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(train, (2,), 2)
+    train(0, 1)
+"""
+
+
+def test_command_may_start_ranks_of_its_own_that_meet_by_gloo(rig):
+    rig.launch("t1", shell(f"cat > t.py <<'E'\n{GLOO}\nE\ntorchrun --nproc-per-node 2 t.py"))
+    rig.event(Finished, "t1", timeout_s=120)
+    assert (
+        sorted(line for line in rig.printed("t1") if line.startswith("reduced"))
+        == ["reduced [3.0, 3.0, 3.0, 3.0]"] * 2
+    )
+    rig.launch("t2", shell(f"cat > t.py <<'E'\n{SPAWNS}\nE\npython t.py"))
+    rig.event(Finished, "t2", timeout_s=120)
+    ends = sorted(line for line in rig.printed("t2") if line.startswith("trained"))
+    assert ends == ["trained 1", "trained 2", "trained 2"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["python", "-c", "import psutil; print([*psutil.net_if_addrs()])"],
+        ["python", "-c", "import socket; print([name for _, name in socket.if_nameindex()])"],
+        ["ip", "-brief", "address"],
+        ["node", "-e", "console.log(Object.keys(require('os').networkInterfaces()))"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_command_lists_its_interfaces(rig, argv):
+    if argv[0] != "python" and shutil.which(argv[0]) is None:
+        pytest.skip(f"this machine has no {argv[0]}")
+    rig.launch("t1", argv)
+    rig.event(Finished, "t1")
+    assert "lo" in " ".join(rig.printed("t1"))
 
 
 def test_command_paused_many_times_computes_the_same(rig):

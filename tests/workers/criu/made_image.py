@@ -13,7 +13,7 @@ UID = 200_007
 FILTER = bytes(range(16))
 ROOT, CHILD, THREAD = 1001, 1002, 1003
 ALLOWED = image_check.Allowed(
-    uid=UID, machine="x86_64", filter_program=FILTER, shown=("/usr", "/lib64", "/opt/python")
+    uid=UID, machine="x86_64", filter_programs=(FILTER,), shown=("/usr", "/lib64", "/opt/python")
 )
 RUN = "04fdae0f-82df-4d1f-a24b-98bd8a5cf16f"
 NO_OWNER = {1: 0, 2: 0, 3: 0, 4: 0, 5: 0}

@@ -186,6 +186,20 @@ got = [len(end.recv(100, socket.MSG_WAITALL)) for end in (other, right)]
 print("sum", got, len(server.recv(10_000, socket.MSG_WAITALL)))
 """
 
+_INTERFACES = """
+import hashlib, socket, time
+route = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); route.bind((0, 0))
+digest = hashlib.sha256()
+for n in range(60):
+    digest.update(bytes([(1, "lo") in socket.if_nameindex()]))
+    route.send((20).to_bytes(4, "little") + bytes((18, 0, 1, 3)) + bytes(12))
+    told = [b""]
+    while told[-1][4:6] != b"\\3\\0": told.append(route.recv(65536))
+    digest.update(bytes([any(b"lo\\0" in each for each in told)]))
+    time.sleep(0.01); print(n)
+print("sum", digest.hexdigest())
+"""
+
 _TIMERS = """
 import os, select, signal, threading, time
 fired, ticks = [], []
@@ -330,6 +344,7 @@ PROGRAMS = (
     MatrixProgram("SQLite, rollback", _SQLITE, begins_again="kept.db is an open database"),
     MatrixProgram("pipes to a child", _PIPES),
     MatrixProgram("sockets", _SOCKETS),
+    MatrixProgram("lists interfaces", _INTERFACES),
     MatrixProgram("timers, events, descriptors", _TIMERS),
     MatrixProgram("threads that log", _LOGGERS),
     MatrixProgram("sleeps", _SLEEPS),

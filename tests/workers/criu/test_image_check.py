@@ -299,7 +299,7 @@ def allowed():
     return image_check.Allowed(
         uid=261_001,
         machine=os.uname().machine,
-        filter_program=sandbox.filter_program(),
+        filter_programs=(sandbox.filter_program(has_own_network=False),),
         shown=shown,
     )
 
@@ -319,7 +319,7 @@ def test_image_of_a_real_program_passes_and_can_change_its_user(dumped, allowed)
 def test_real_image_of_another_filter_or_user_is_refused(dumped, allowed):
     files = image_folder.read(dumped)
     with pytest.raises(BadImage, match="system call filter"):
-        check(files, dataclasses.replace(allowed, filter_program=b"other"))
+        check(files, dataclasses.replace(allowed, filter_programs=(b"other",)))
     with pytest.raises(BadImage, match="user or group 261001"):
         check(files, dataclasses.replace(allowed, uid=1))
     with pytest.raises(BadImage, match="another kind of processor"):

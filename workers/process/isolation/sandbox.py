@@ -33,7 +33,7 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class Room:
     volume: int | None = None
     # descriptor, in the resident itself, of a socket that takes the listener of its proxy
     egress: int | None = None
+    has_own_network: bool = False  # set when the layers apply
 
     def inside(self, walls: Iterable[str]) -> tuple[Path, Path]:
         """Return (code, scratch) as the resident sees them."""
@@ -141,8 +142,9 @@ def separate(walls: Iterable[str]) -> None:
 def enclose(room: Room, walls: Iterable[str]) -> None:
     """Apply the layers inside the resident; called once.
 
-    If it raises Broken, the process must end.
+    If it raises LayerBroken, the process must end.
     """
+    room = replace(room, has_own_network="network" in walls)
     for name, raise_wall in _INNER.items():
         if name in walls:
             try:
@@ -169,6 +171,7 @@ def confine(room: Room, walls: Iterable[str]) -> None:
     """Apply the layers that are not namespaces, in a process that has entered the namespaces of a
     resident.
     """
+    room = replace(room, has_own_network="network" in walls)
     for name, raise_wall in _INNER.items():
         if name in walls and name not in _NAMESPACES:
             raise_wall(room)
@@ -222,7 +225,8 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
     # so that no fork computes them again
     _shown(room.nodes, room.folders)
     if platform.machine() in _ARCHITECTURES:
-        filter_program()
+        for has_own_network in (False, True):
+            filter_program(has_own_network=has_own_network)
     standing: list[str] = []
     missing: dict[str, str] = {}
     for name in WALLS:
@@ -391,7 +395,7 @@ def _privileges(room: Room) -> None:
 
 
 def _syscalls(room: Room) -> None:
-    program = filter_program()
+    program = filter_program(has_own_network=room.has_own_network)
     buffer = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0), "seccomp")
@@ -681,6 +685,7 @@ _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW*
 _FAMILIES = (1, 2, 10)  # unix, inet, inet6
 # allowed protocols: the family's default, icmp, tcp, udp; not mptcp, not udplite
 _PROTOCOLS = (0, 1, 6, 17)
+_NETLINK, _ROUTE = 16, 0  # the family, and the protocol that lists interfaces and addresses
 # With a lease a process delays other processes that open its file.  With SO_LINGER it delays the
 # process that closes a socket received from it.
 _FCNTL, _F_SETLEASE = (72, 25), 1024
@@ -691,8 +696,12 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
 @cache
-def filter_program() -> bytes:
-    """Return a seccomp program that allows all calls except the refused ones above."""
+def filter_program(*, has_own_network: bool) -> bytes:
+    """Return a seccomp program that allows all calls except the refused ones above.
+
+    In a network of its own a process may list the interfaces, which gloo, NCCL and glibc's
+    `getifaddrs` do by a netlink socket.  It has no capability to change them.
+    """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
@@ -714,10 +723,19 @@ def filter_program() -> bytes:
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, unknown)]
     # A family that is "not available" (socket(2)) is one that libraries can do without: libzmq, of
     # every Jupyter kernel, would abort at another error.
-    sockets = [*_only(16, _FAMILIES, errno.EINVAL), *_only(32, _PROTOCOLS, errno.EPERM)]
+    sockets = [*_route()] if has_own_network else []
+    sockets += [*_only(16, _FAMILIES, errno.EINVAL), *_only(32, _PROTOCOLS, errno.EPERM)]
     lines += [(_EQUAL, 1, 0, _SOCKET[column]), (_EQUAL, 0, len(sockets), _SOCKETPAIR[column])]
     lines += [*sockets, (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def _route() -> list[tuple[int, int, int, int]]:
+    """Return program lines that allow netlink sockets of this protocol, and refuse all others."""
+    return [
+        (_LOAD, 0, 0, 16), (_EQUAL, 0, 4, _NETLINK), (_LOAD, 0, 0, 32), (_EQUAL, 0, 1, _ROUTE),
+        (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | errno.EINVAL),
+    ]  # fmt: skip
 
 
 def _only(offset: int, allowed: tuple[int, ...], refusal: int) -> list[tuple[int, int, int, int]]:
