@@ -111,11 +111,16 @@ def _routers() -> list[Any]:
     ]
 
 
+FOLDER_LIST_BYTES = 16 * 2**20  # the longest paths of all files of a folder fit
+
+
 def _body_limit(path: str) -> int:
     if re.fullmatch(r"/v1/bundles/[^/]+", path):
         return settings().bundle_limit_bytes
-    if re.fullmatch(r"/v1/datablocks/[^/]+", path):
+    if re.fullmatch(r"/v1/(datablocks|files)/[^/]+", path):
         return settings().datablock_limit_bytes
+    if re.fullmatch(r"/v1/datablocks/[^/]+/folder", path):
+        return FOLDER_LIST_BYTES
     return settings().body_limit_bytes
 
 

@@ -89,12 +89,12 @@ async def received_whole(wanted: WantedUpload, body: Iterable[Bytes]) -> Done:
 
 
 async def _begun(wanted: WantedUpload) -> Begun | Done:
-    at: Begun | Done = await _in_thread(lambda: uploads.begin(wanted))
+    at: Begun | Done = await in_thread(lambda: uploads.begin(wanted))
     return at
 
 
 async def _finished(begun: Begun, body: Iterable[Bytes] | None) -> Done:
-    done: Done = await _in_thread(lambda: uploads.finish(begun, body))
+    done: Done = await in_thread(lambda: uploads.finish(begun, body))
     return done
 
 
@@ -135,14 +135,14 @@ async def _keep(begun: Begun, at: int, body: bytearray) -> int:
     """Store `body` and empty it; returns the offset of the next bytes."""
     part = bytes(body)
     body.clear()
-    await _in_thread(lambda: uploads.keep(begun, at, part))
+    await in_thread(lambda: uploads.keep(begun, at, part))
     return at + len(part)
 
 
 _limiter: RunVar[CapacityLimiter] = RunVar("uploads")
 
 
-async def _in_thread(act: Callable[[], Any]) -> Any:
+async def in_thread(act: Callable[[], Any]) -> Any:
     """Run `act` in one of the THREADS reserved for uploads: a slow store delays no other calls."""
     limiter = _limiter.get(None)
     if limiter is None:

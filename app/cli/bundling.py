@@ -91,10 +91,11 @@ def bundle_folder(folder: Path) -> PackedBundle:
     if not folder.is_dir():
         raise UnreadablePath(f"{folder}: no such folder")
     withheld: list[str] = []
-    files = sorted(_files(folder, _Wanted.of(folder), withheld))
+    wanted = _Wanted.of(folder)
+    files = sorted(_files(folder, wanted, withheld))
     if not files:
         raise UnreadablePath(f"{folder}: no files to send (are all of them ignored?)")
-    body = _zip(folder, files)
+    body = _zip(folder, files, _empty_folders(folder, wanted))
     return PackedBundle(
         folder=folder,
         body=body,
@@ -159,6 +160,21 @@ def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
         ]
 
 
+def _empty_folders(folder: Path, wanted: _Wanted) -> list[str]:
+    """Return the folders without any file, into which the code may write."""
+    found = []
+    for here, folders, names in os.walk(folder):
+        inside = Path(here).relative_to(folder)
+        if not folders and not names and here != str(folder):
+            found.append(inside.as_posix())
+        folders[:] = [
+            name
+            for name in folders
+            if not wanted.ignores(inside / name) and not wanted.withholds(inside / name)
+        ]
+    return sorted(found)
+
+
 def _fits(path: Path, patterns: tuple[str, ...]) -> bool:
     """True if a pattern matches: with a slash it is a path from the top, without one the name of
     any file.
@@ -183,7 +199,7 @@ def _must_lie_inside(path: Path, root: Path) -> None:
         raise UnreadablePath(f"{path}: not a regular file; list it in {IGNORE_FILE}")
 
 
-def _zip(folder: Path, names: list[str]) -> bytes:
+def _zip(folder: Path, names: list[str], empty: list[str]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in names:
@@ -194,4 +210,8 @@ def _zip(folder: Path, names: list[str]) -> bytes:
                 0o100755 if os.access(folder / name, os.X_OK) else 0o100644
             ) << 16
             archive.writestr(entry, (folder / name).read_bytes())
+        for name in empty:
+            entry = zipfile.ZipInfo(f"{name}/", _EPOCH)
+            entry.create_system, entry.external_attr = 3, 0o40755 << 16
+            archive.writestr(entry, b"")
     return out.getvalue()

@@ -15,13 +15,14 @@ ClientError
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +36,7 @@ FIRST_PAUSE_S = 0.2  # first pause between attempts, doubled after each attempt
 LONGEST_PAUSE_S = 5.0
 # in seconds: the service sends a comment into a stream every 15 s, so a longer silence is an error
 SILENCE_S = 45.0
-PART_BYTES = 32 * 2**20  # bytes of an upload in one call
+PART_BYTES = 8 * 2**20  # bytes of an upload in one call
 # in seconds, for one part: after the last part the service reads the whole upload again
 FINISH_S = 900.0
 _BUSY = frozenset({429, 502, 503, 504})
@@ -120,7 +121,9 @@ class Client:
         """
         return self.post("/v1/requests", descriptor, key=key)
 
-    def upload(self, sha256: str, body: bytes) -> JSON | None:
+    def upload(
+        self, sha256: str, body: bytes, *, sent: Callable[[int], None] = lambda size: None
+    ) -> JSON | None:
         """Ensure that the service has a bundle; return what it found in it, or None if it had it
         before.
 
@@ -129,7 +132,7 @@ class Client:
         path = f"/v1/bundles/{sha256}"
         if self._call("HEAD", path, expect=(404,)).status_code != 404:
             return None
-        return self._put(_Upload(path, {}, len(body)), io.BytesIO(body))
+        return self._put(_Upload(path, {}, len(body)), io.BytesIO(body), sent)
 
     def put_datablock(
         self, name: str, file: Path, *, sent: Callable[[int], None] = lambda size: None
@@ -152,6 +155,14 @@ class Client:
         with file.open("rb") as body:
             size = body.seek(0, os.SEEK_END)
             return self._put(_Upload(f"/v1/files/{sha256}", {}, size), body, sent)
+
+    def put_files(self, files: Mapping[str, bytes]) -> JSON:
+        """Upload small files of a folder together, by their hashes."""
+        listed = [
+            {"sha256": sha256, "content": base64.b64encode(body).decode()}
+            for sha256, body in files.items()
+        ]
+        return self.put("/v1/files", {"files": listed})
 
     def name_folder(self, name: str, files: list[JSON]) -> JSON:
         """Make a folder of these files the newest version of a datablock; return the version.

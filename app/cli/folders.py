@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, ApiProblem, Client
+from app.cli.tables import transfer
 from app.core.model.provisions.folder import (
+    SMALL_BYTES,
+    SMALL_FILES,
     BadFolderManifest,
     FolderFile,
     FolderManifest,
@@ -22,6 +25,7 @@ from app.core.model.provisions.folder import (
     folder_of,
 )
 
+SMALL_FILE_BYTES = 64 * 1024  # a larger file has a call of its own
 _EXECUTABLE = stat.S_IXUSR
 
 
@@ -72,13 +76,39 @@ def put_folder(client: Client, name: str, path: Path) -> tuple[JSON, int]:
     """Make the folder the newest version of a datablock; return it and the bytes that were sent."""
     try:
         folder, by_hash = read_folder(path)
-        sent = list[int]()
+        sizes, sent_bytes = folder.contents(), 0
         while "missing" in (said := client.name_folder(name, [asdict(f) for f in folder.files])):
-            for sha256 in said["missing"]:
-                client.put_file(sha256, by_hash[sha256], sent=sent.append)
+            lacking = {sha256: by_hash[sha256] for sha256 in said["missing"]}
+            lacking_bytes = sum(sizes[sha256] for sha256 in lacking)
+            with transfer(f"Sending {len(lacking):,} files", lacking_bytes) as sent:
+                _put_all(client, lacking, sizes, sent)
+            sent_bytes += lacking_bytes
     except OSError as error:
         raise UnreadablePath(f"cannot read {path}: {error.strerror or error}") from error
-    return said, sum(sent)
+    return said, sent_bytes
+
+
+def _put_all(
+    client: Client, files: dict[str, Path], sizes: dict[str, int], sent: Callable[[int], None]
+) -> None:
+    """Send the files; small ones go many in a call."""
+    together, size_bytes = dict[str, bytes](), 0
+    for sha256, path in files.items():
+        if sizes[sha256] > SMALL_FILE_BYTES:
+            client.put_file(sha256, path, sent=sent)
+            continue
+        together[sha256] = path.read_bytes()
+        size_bytes += sizes[sha256]
+        if len(together) == SMALL_FILES or size_bytes > SMALL_BYTES - SMALL_FILE_BYTES:
+            _put_together(client, together, sent)
+            together, size_bytes = {}, 0
+    if together:
+        _put_together(client, together, sent)
+
+
+def _put_together(client: Client, files: dict[str, bytes], sent: Callable[[int], None]) -> None:
+    client.put_files(files)
+    sent(sum(map(len, files.values())))
 
 
 def get_folder(client: Client, name: str, into: Path) -> tuple[str, int]:
@@ -98,7 +128,12 @@ def get_folder(client: Client, name: str, into: Path) -> tuple[str, int]:
             raise ApiProblem(409, {"title": "Not a folder", "detail": told}) from error
         finally:
             listed.unlink()
-        return named, sum(_get(client, named, file, into / file.path) for file in folder.files)
+        fetched_bytes = 0
+        with transfer(f"Fetching {len(folder.files):,} files", folder.size_bytes) as passed:
+            for file in folder.files:
+                fetched_bytes += _get(client, named, file, into / file.path)
+                passed(file.size_bytes)
+        return named, fetched_bytes
     except OSError as error:
         raise UnreadablePath(f"cannot write to {into}: {error.strerror or error}") from error
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -76,6 +78,26 @@ def out(*, wide: bool = False) -> Screen:
 def err() -> Screen:
     """Return the console for everything that is not the answer itself."""
     return _console(sys.stderr)
+
+
+@contextmanager
+def transfer(title: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr, if that is a terminal; the value is called with the number of
+    bytes of each part that has passed.
+    """
+    if not sys.stderr.isatty():
+        yield lambda size: None
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=err(), transient=True) as bar:
+        task = bar.add_task(title, total=size_bytes)
+        yield lambda size: bar.advance(task, size)
 
 
 def _console(file: Any, width: int | None = None) -> Screen:

@@ -29,15 +29,14 @@ from app.core.model.graphs.entry_signature import Signature, of_class
 from app.core.model.provisions import environment, requirements
 from app.errors import BadInput
 
-MAX_FILES = 2000
 MAX_UNPACKED_BYTES = 64 * 2**20
-MAX_RATIO = 100  # most unpacked bytes for each packed byte, beyond the first MiB
+ENTRY_BYTES = 1024  # each file and folder counts as so many bytes more
 MAX_DEPTH = 16
 MAX_NAME_BYTES = 255  # per part of a path
 MAX_SOURCE_BYTES = 2**18  # a larger .py file is stored, but not searched for entry points
 MAX_SOURCES_BYTES = 2**23  # all parsed files together; files nearest to the top are parsed first
 MAX_PACKAGE_FILES = 20  # most files of a bundle that a request may name as its environment
-_MAX_DIRECTORY_BYTES = MAX_FILES * 1024
+_MAX_DIRECTORY_BYTES = 16 * 2**20
 _PIECE = 1 << 16
 
 
@@ -61,7 +60,7 @@ class Contents:
 def inspect(path: Path) -> Contents:
     """Inspect a bundle.  Raises BadInput, which names the member at fault."""
     size = path.stat().st_size
-    look = _Look(limit=min(MAX_UNPACKED_BYTES, MAX_RATIO * size + 2**20))
+    look = _Look(limit=MAX_UNPACKED_BYTES)
     with path.open("rb") as file:
         head = file.read(4)
         file.seek(0)
@@ -130,8 +129,7 @@ class _Look:
             )
         self._claim(name, folded)
         self.files.add(folded)
-        if len(self.files) > MAX_FILES:
-            raise _refused(name, f"must have at most {MAX_FILES} files", "too-many")
+        self._must_fit(name)
         is_source, names_packages = name.endswith(".py"), environment.may_hold(name)
         kept = self._read(name, body, keep=is_source or names_packages)
         if is_source and len(kept) <= MAX_SOURCE_BYTES:
@@ -147,17 +145,19 @@ class _Look:
             self.folders.add(str(parent))
         if folded in self.files:
             raise _refused(name, "this is both a file and a folder", "twice")
-        if len(self.folders) > MAX_FILES * MAX_DEPTH:
-            raise _refused(name, "too many folders", "too-many")
+        self._must_fit(name)
+
+    def _must_fit(self, name: str) -> None:
+        entries = len(self.files) + len(self.folders)
+        if self.unpacked_bytes + ENTRY_BYTES * entries > self.limit:
+            told = f"must be at most {self.limit} bytes when unpacked, {ENTRY_BYTES} for each file"
+            raise _refused(name, told, "too-large")
 
     def _read(self, name: str, body: IO[bytes], *, keep: bool) -> bytes:
         pieces = []
         while piece := body.read(_PIECE):
             self.unpacked_bytes += len(piece)
-            if self.unpacked_bytes > self.limit:
-                raise _refused(
-                    name, f"must be at most {self.limit} bytes when unpacked", "too-large"
-                )
+            self._must_fit(name)
             if keep:
                 pieces.append(piece)
         return b"".join(pieces)
@@ -210,11 +210,10 @@ def _check_directory(file: IO[bytes], size: int) -> None:
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < 22:
         raise _refused("", "the zip file is truncated", "archive")
-    entries, directory_bytes = struct.unpack_from("<HI", tail, at + 10)
-    if entries > 2 * MAX_FILES or directory_bytes > _MAX_DIRECTORY_BYTES:
-        raise _refused(
-            "", f"must have at most {MAX_FILES} files and a shorter directory", "too-many"
-        )
+    (directory_bytes,) = struct.unpack_from("<I", tail, at + 12)
+    if directory_bytes > _MAX_DIRECTORY_BYTES:
+        told = f"its list of files must have at most {_MAX_DIRECTORY_BYTES} bytes"
+        raise _refused("", f"{told}; got {directory_bytes}", "too-large")
     file.seek(0)
 
 
@@ -237,8 +236,7 @@ class _LimitedStream:
 
 def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
     source: Any = gzip.GzipFile(fileobj=file) if zipped else file
-    headers = 1024 * (2 * MAX_FILES) + 2**20
-    bounded: Any = _LimitedStream(source, look.limit + headers)
+    bounded: Any = _LimitedStream(source, 3 * look.limit)  # each entry has a header and padding
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         for member in archive:
             if member.isdir():

@@ -6,7 +6,7 @@ of the folder.  So uploading a changed folder sends only the changed files.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from sqlalchemy import delete, exists, func, insert, select, text, update
 from sqlalchemy.orm import Session
@@ -40,6 +40,36 @@ def missing(tenant_id: str, files: FolderManifest) -> list[str]:
             told = f"the file {sha256} has {size_bytes} bytes; got {wanted[sha256]}"
             raise BadInput.at("/files", told)
     return sorted(wanted.keys() - found.keys())
+
+
+def put(tenant_id: str, files: Mapping[str, bytes]) -> int:
+    """Durably store files under their hashes; return how many of them the tenant lacked.
+
+    Raises QuotaExceeded.
+    """
+    with transaction() as session:
+        new = _without_known(session, tenant_id, files)
+        datablocks.check_room(session, tenant_id, sum(map(len, new.values())))
+    with Store.at(settings().store_address).place.batch() as batch:
+        for sha256, body in new.items():
+            batch.put(blob(sha256), [body])
+        batch.settle()
+    with transaction() as session:
+        datablocks.shelve(session, [tenant_id])
+        new = _without_known(session, tenant_id, new)
+        datablocks.check_room(session, tenant_id, sum(map(len, new.values())))
+        session.add_all(
+            StoredFile(tenant_id=tenant_id, sha256=sha256, size_bytes=len(body))
+            for sha256, body in new.items()
+        )
+    return len(new)
+
+
+def _without_known(
+    session: Session, tenant_id: str, files: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    known = _touched(session, tenant_id, files)
+    return {sha256: body for sha256, body in files.items() if sha256 not in known}
 
 
 def made(tenant_id: str, user_id: str, name: str, files: FolderManifest) -> Done | None:

@@ -18,12 +18,13 @@ import tempfile
 import unicodedata
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from app.storage.backend import make_private
 
-FILES_LIMIT = 5_000
+ENTRIES_LIMIT = 100_000  # files and folders that an archive names
 DEPTH_LIMIT = 16
 TOTAL_LIMIT_BYTES = 512 * 2**20
 _PIECE = 1 << 20
@@ -53,23 +54,36 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 def _let_residents_read(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):  # whatever the umask of this process
-        path.chmod(0o755 if stat.S_ISDIR(path.lstat().st_mode) else 0o444)
+        mode = path.lstat().st_mode
+        path.chmod(0o755 if stat.S_ISDIR(mode) else 0o555 if mode & stat.S_IXUSR else 0o444)
 
 
 def _unpack(archive: Path, into: Path) -> None:
     total, seen = 0, set[str]()
-    for name, file in _entries(archive):
-        path = _checked(name)
+    for number, entry in enumerate(_entries(archive)):
+        path = _checked(entry.name)
+        if number >= ENTRIES_LIMIT:
+            raise BadBundle(f"more than {ENTRIES_LIMIT} files and folders")
         if path.as_posix().casefold() in seen:
-            raise BadBundle(f"{name}: two entries have this name")
-        seen.add(path.as_posix().casefold())
-        if len(seen) > FILES_LIMIT:
-            raise BadBundle(f"more than {FILES_LIMIT} files")
-        total += _write(file, into / path, TOTAL_LIMIT_BYTES - total)
+            raise BadBundle(f"{entry.name}: two entries have this name")
+        if entry.file is None:
+            (into / path).mkdir(parents=True, exist_ok=True)
+        else:
+            seen.add(path.as_posix().casefold())
+            total += _write(entry, into / path, TOTAL_LIMIT_BYTES - total)
 
 
-def _entries(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield all plain files of a zip or tar; raises BadBundle for links and the like."""
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file of an archive, or a folder, which has no `file`."""
+
+    name: str
+    file: IO[bytes] | None = None
+    executable: bool = False
+
+
+def _entries(archive: Path) -> Iterator[_Entry]:
+    """Yield all files and folders of a zip or tar; raises BadBundle for links and the like."""
     try:
         if zipfile.is_zipfile(archive):
             yield from _of_zip(archive)
@@ -79,28 +93,33 @@ def _entries(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
         raise BadBundle(f"the bundle is neither a valid zip nor a valid tar: {error}") from error
 
 
-def _of_zip(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+def _of_zip(archive: Path) -> Iterator[_Entry]:
     with zipfile.ZipFile(archive) as opened:
         for entry in opened.infolist():
-            kind = entry.external_attr >> 16 & 0o170000
+            mode = entry.external_attr >> 16  # 0 for archives of systems without modes
+            kind = mode & 0o170000
             if kind not in (0, 0o100000, 0o040000):
                 raise BadBundle(f"{entry.filename}: only plain files and folders are taken")
             if entry.flag_bits & 1:
                 raise BadBundle(f"{entry.filename} is encrypted")
-            if not entry.is_dir():
-                with opened.open(entry) as file:
-                    yield entry.filename, file
+            if entry.is_dir() or kind == 0o040000:
+                yield _Entry(entry.filename)
+                continue
+            with opened.open(entry) as file:
+                yield _Entry(entry.filename, file, bool(mode & stat.S_IXUSR))
 
 
-def _of_tar(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
+def _of_tar(archive: Path) -> Iterator[_Entry]:
     with tarfile.open(archive) as opened:
         for entry in opened:
             if entry.isdir():
+                if entry.name not in (".", "./"):
+                    yield _Entry(entry.name)
                 continue
             file = opened.extractfile(entry) if entry.isreg() else None
             if file is None:
                 raise BadBundle(f"{entry.name}: only plain files and folders are taken")
-            yield entry.name, file
+            yield _Entry(entry.name, file, bool(entry.mode & stat.S_IXUSR))
 
 
 def _checked(name: str) -> PurePosixPath:
@@ -112,12 +131,13 @@ def _checked(name: str) -> PurePosixPath:
     return path
 
 
-def _write(file: IO[bytes], path: Path, limit_bytes: int) -> int:
+def _write(entry: _Entry, path: Path, limit_bytes: int) -> int:
+    assert entry.file is not None, "a folder has no bytes"
     path.parent.mkdir(parents=True, exist_ok=True)
     flags: Any = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     written = 0
-    with os.fdopen(os.open(path, flags, 0o444), "wb") as out:
-        while piece := file.read(_PIECE):
+    with os.fdopen(os.open(path, flags, 0o555 if entry.executable else 0o444), "wb") as out:
+        while piece := entry.file.read(_PIECE):
             written += len(piece)
             if written > limit_bytes:
                 raise BadBundle(f"more than {TOTAL_LIMIT_BYTES} bytes when unpacked")

@@ -1,19 +1,22 @@
 """Folders: datablocks of any files, of which only those that the tenant lacks are uploaded.
 
 POST /v1/datablocks/corpus/folder  {"files": [...]}     which files are missing? (202)
-PUT  /v1/files/SHA256              the bytes of one     each of them, resumed as any upload
+PUT  /v1/files                     {"files": [...]}     the bytes of many small ones
+PUT  /v1/files/SHA256              the bytes of one     each of the rest, resumed as any upload
 POST /v1/datablocks/corpus/folder  {"files": [...]}     the next version (201)
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from typing import Annotated
 
 from fastapi import Path, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from app.api import downloads
+from app.api import downloads, uploading
 from app.api.access.auth import Authed, Submitter
 from app.api.access.gate import in_thread
 from app.api.downloads import Download
@@ -21,7 +24,15 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.routes.datablocks import AnyVersion, Name, find_datablock, stored_answer
 from app.api.schemas.base import EXAMPLE_SHA256
-from app.api.schemas.data import DatablockOut, FileOut, FolderIn, FolderMissing, UploadOut
+from app.api.schemas.data import (
+    DatablockOut,
+    FileOut,
+    FolderIn,
+    FolderMissing,
+    SmallFilesIn,
+    SmallFilesOut,
+    UploadOut,
+)
 from app.api.uploading import ContentRange, SentRange, progress, received
 from app.core.model.fields import Fault
 from app.core.model.provisions.folder import FolderFile, FolderManifest, faults, folder_of
@@ -76,6 +87,34 @@ async def put_file(
         return progress(at)
     shown = {"sha256": at.row.sha256, "size_bytes": at.row.size_bytes}
     return JSONResponse(shown, 201 if at.is_new else 200)
+
+
+@router.put(
+    "/files",
+    response_model=SmallFilesOut,
+    summary="Upload small files of a folder together",
+    responses=declared(403),
+)
+async def put_files(body: SmallFilesIn, caller: Submitter) -> SmallFilesOut:
+    """Stores the bytes of many files under their hashes, as single uploads would: all or none."""
+    made = await uploading.in_thread(lambda: folders.put(caller.tenant_id, _small_files(body)))
+    return SmallFilesOut(new=made)
+
+
+def _small_files(body: SmallFilesIn) -> dict[str, bytes]:
+    """Decode the files, by hash; raises BadInput if bytes do not have the hash that was sent."""
+    files = dict[str, bytes]()
+    for n, file in enumerate(body.files):
+        try:
+            content = base64.b64decode(file.content, validate=True)
+        except ValueError as error:
+            raise BadInput.at(f"/files/{n}/content", f"must be Base64: {error}") from error
+        if not content:
+            raise BadInput.at(f"/files/{n}/content", "an empty file is not uploaded")
+        if (found := hashlib.sha256(content).hexdigest()) != file.sha256:
+            raise BadInput.at(f"/files/{n}/sha256", f"the bytes have the SHA-256 {found}")
+        files[file.sha256] = content
+    return files
 
 
 @router.post(

@@ -18,7 +18,7 @@ from app.api.schemas.base import (
     example,
     example_of,
 )
-from app.core.model.provisions.folder import MAX_FILE_BYTES, MAX_FILES, MAX_PATH
+from app.core.model.provisions.folder import MAX_FILE_BYTES, MAX_FILES, MAX_PATH, SMALL_FILES
 
 
 class BundleOut(Out):
@@ -126,6 +126,21 @@ class FileOut(Out):
     model_config = example(sha256=EXAMPLE_SHA256, size_bytes=1834)
     sha256: str
     size_bytes: int
+
+
+class SmallFileIn(In):
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    content: str = Field(description="The bytes of the file, in Base64.")
+
+
+class SmallFilesIn(In):
+    model_config = example(files=[{"sha256": _EXAMPLE_FILE, "content": "Zm9v"}])
+    files: list[SmallFileIn] = Field(min_length=1, max_length=SMALL_FILES)
+
+
+class SmallFilesOut(Out):
+    model_config = example(new=1)
+    new: int = Field(description="How many of the files your tenant did not have.")
 
 
 class FolderFileIn(In):

@@ -15,7 +15,7 @@ from app.cli import root_command, watching, wording
 from app.cli.bundling import PackedBundle, UnreadablePath, bundle_file, bundle_folder
 from app.cli.client import JSON, ApiProblem, Client, Unreachable
 from app.cli.root_command import WORK, Format, app
-from app.cli.tables import Output, err, show
+from app.cli.tables import Output, err, show, transfer
 
 
 class _Submit(TyperCommand):
@@ -288,7 +288,8 @@ def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBu
 def upload(client: Client, code: PackedBundle) -> None:
     err().print(wording.bundle(code))
     try:
-        sent = client.upload(code.sha256, code.body)
+        with transfer("Sending the code", len(code.body)) as passed:
+            sent = client.upload(code.sha256, code.body, sent=passed)
     except ApiProblem as problem:
         if problem.status == 413:
             err().print(wording.too_large(code))

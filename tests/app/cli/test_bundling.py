@@ -83,6 +83,17 @@ def test_the_ignore_file_is_obeyed(folder: Path, pattern: str, kept: list[str]) 
     assert names(bundle_folder(folder).body) == kept
 
 
+def test_empty_folders_and_executable_files_are_sent_as_such(folder: Path) -> None:
+    (folder / "out" / "deep").mkdir(parents=True)
+    (folder / ".git" / "refs").mkdir(parents=True)
+    (folder / "tool.sh").write_text("#!/bin/sh\n")
+    (folder / "tool.sh").chmod(0o755)
+    with zipfile.ZipFile(io.BytesIO(bundle_folder(folder).body)) as archive:
+        modes = {one.filename: one.external_attr >> 16 for one in archive.infolist()}
+    assert modes["tool.sh"] == 0o100755
+    assert [name for name in modes if name.endswith("/")] == ["out/deep/"]
+
+
 def test_link_inside_the_folder_is_sent_as_a_file(folder: Path) -> None:
     (folder / "again.py").symlink_to(folder / "train.py")
     with zipfile.ZipFile(io.BytesIO(bundle_folder(folder).body)) as archive:

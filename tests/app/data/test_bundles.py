@@ -11,6 +11,7 @@ import pytest
 
 from app.data import bundles, datablocks
 from app.data.uploads import PART_BYTES
+from app.errors import BadInput
 from app.settings import settings
 from app.storage.store import UPLOADS, Store
 from tests.app.conftest import BUNDLE, JOB, broken, problem, sha256, zipped, zipped_as
@@ -38,6 +39,24 @@ def inspect(tmp_path):
         return bundles.inspect(tmp_path / "bundle")
 
     return inspect
+
+
+def test_bundle_of_many_small_files_or_of_zeros_is_taken(inspect):
+    many = {f"data/{n % 100}/{n}.txt": str(n) for n in range(20_000)}
+    found = inspect(zipped(**many))
+    assert found.files == 20_000
+    zeros = "\0" * (8 * 2**20)
+    assert inspect(zipped(**{"zeros.bin": zeros})).unpacked_bytes == len(zeros)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"a": "\0" * 33 * 2**20, "b": "\0" * 32 * 2**20}, {f"{n}/a": "" for n in range(33_000)}],
+    ids=["bytes", "number"],
+)
+def test_bundle_that_unpacks_to_too_much_is_refused(inspect, files):
+    with pytest.raises(BadInput, match="67108864 bytes when unpacked"):
+        inspect(zipped(**files))
 
 
 class TestPut:

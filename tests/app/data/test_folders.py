@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from app.cli.folders import get_folder, put_folder, read_folder
 from app.core.model.provisions.folder import MAX_FILES
 from app.data import folders
 from app.db.models import Datablock, StoredFile, Task
+from app.main import _body_limit
 from app.scheduling import housekeeping, launch_order
 from app.settings import settings
 from app.storage.garbage_collector import CONDEMNED
@@ -221,6 +223,43 @@ class TestLife:
 
         monkeypatch.setattr(folders, "missing", none_once)
         assert name_folder(red, {"a": b"new"}).json() == {"missing": [sha256(b"new")]}
+
+
+class TestSmallFiles:
+    def put(self, client: Any, *bodies: bytes, **other: str) -> Any:
+        files = [
+            {"sha256": sha256(body), "content": base64.b64encode(body).decode()} for body in bodies
+        ]
+        files[-1] |= other
+        return client.put("/v1/files", json={"files": files})
+
+    def test_files_are_stored_together_and_known_ones_are_not_counted(self, as_):
+        red = as_("red.member")
+        assert self.put(red, b"a", b"b", b"a").json() == {"new": 2}
+        assert self.put(red, b"b", b"c").json() == {"new": 1}
+        answer = name_folder(red, {"a": b"a", "b": b"b", "c": b"c"})
+        assert answer.status_code == 201
+        blue = name_folder(as_("blue.member"), {"a": b"a"})
+        assert blue.json() == {"missing": [sha256(b"a")]}
+
+    def test_other_bytes_are_refused_and_nothing_is_stored(self, as_):
+        red = as_("red.member")
+        answer = self.put(red, b"new", b"b", sha256="0" * 64)
+        assert answer.status_code == 422
+        assert [each["pointer"] for each in answer.json()["errors"]] == ["/files/1/sha256"]
+        assert name_folder(red, {"a": b"new"}).status_code == 202
+
+    def test_quota_holds(self, as_, monkeypatch):
+        there = settings().model_copy(update={"datablock_quota_bytes": 10})
+        monkeypatch.setattr("app.data.datablocks.settings", lambda: there)
+        assert self.put(as_("red.member"), b"123456").status_code == 200
+        problem(self.put(as_("red.member"), b"abcdef"), 409, "quota-exceeded")
+
+
+def test_files_and_lists_of_folders_may_be_larger_than_other_bodies():
+    assert _body_limit(f"/v1/files/{'0' * 64}") == settings().datablock_limit_bytes
+    assert _body_limit("/v1/datablocks/corpus/folder") > settings().body_limit_bytes
+    assert _body_limit("/v1/files") == settings().body_limit_bytes
 
 
 class TestClient:

@@ -43,6 +43,31 @@ def test_a_zip_and_a_tar_become_the_same_read_only_folder(tmp_path):
         assert os.stat(folder / "m.py").st_mode & 0o777 == 0o444
 
 
+def test_executable_files_and_empty_folders_stay_what_they_are(tmp_path):
+    a = unpacked(zipped(tmp_path / "a.zip", ["tool.sh"], mode=0o100755), tmp_path / "a")
+    assert os.stat(a / "tool.sh").st_mode & 0o777 == 0o555
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("data.txt", "x")  # of a system without modes
+        archive.writestr("out/deep/", "")
+        archive.writestr("out/", "")
+    b = unpacked(tmp_path / "b.zip", tmp_path / "b")
+    assert os.stat(b / "data.txt").st_mode & 0o111 == 0
+    assert [path.name for path in (b / "out").iterdir()] == ["deep"]
+    with tarfile.open(tmp_path / "c.tar", "w") as archive:
+        for name, kind, mode in (("t", tarfile.REGTYPE, 0o744), ("out", tarfile.DIRTYPE, 0o700)):
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = kind, mode
+            archive.addfile(entry, io.BytesIO())
+    c = unpacked(tmp_path / "c.tar", tmp_path / "c")
+    assert os.stat(c / "t").st_mode & 0o777 == 0o555
+    assert os.stat(c / "out").st_mode & 0o777 == 0o755
+
+
+def test_folder_with_the_name_of_a_file_is_refused(tmp_path):
+    with pytest.raises(BadBundle, match="two entries"):
+        unpacked(zipped(tmp_path / "a.zip", ["a", "A/"]), tmp_path / "out" / "a")
+
+
 @pytest.mark.parametrize(
     "names",
     [["../up"], ["/abs"], ["a/../../up"], ["a\\b"], ["a.py", "A.py"], ["d/" * 20 + "deep"]],

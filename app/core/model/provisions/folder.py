@@ -17,6 +17,8 @@ from typing import Any
 
 FOLDER = "folder"  # the `format` of a datablock that is a folder
 MAX_FILES = 10_000
+SMALL_FILES = 1_000  # most files whose bytes one call may have
+SMALL_BYTES = 2 * 2**20  # most bytes of them together, as a client sends them
 MAX_PATH = 1024  # characters
 MAX_NAME = 255  # bytes of one name in a path, as file systems allow
 MAX_DEPTH = 32

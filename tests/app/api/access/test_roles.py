@@ -7,6 +7,7 @@ it exists is not told; tests/app/api/access/test_foreign.py tries to learn it in
 from __future__ import annotations
 
 import contextlib
+import hashlib
 
 import pytest
 from fastapi.testclient import TestClient
@@ -90,6 +91,7 @@ PUT    /v1/datablocks/{blk}             401  403  200  200  200  202  202  202  
 GET    /v1/datablocks/{blk}             401  410  410  410  410  404  404  404  work:read
 HEAD   /v1/datablocks/{blk}             401  200  200  200  200  404  404  404  work:read
 DELETE /v1/datablocks/{blk}@1           401  403  403  200  200  404  404  404  work:write
+PUT    /v1/files                        401  403  200  200  200  200  200  200  work:write
 PUT    /v1/files/{sha}                  401  403  202  202  202  202  202  202  work:write
 POST   /v1/datablocks/{blk}/folder      401  403  202  202  202  202  202  202  work:write
 GET    /v1/datablocks/{blk}/files/{sha} 401  404  404  404  404  404  404  404  work:read
@@ -167,6 +169,9 @@ BODIES = {
     "POST /v1/tasks/{tsk}/tunnels": {"json": {"kind": "shell"}},
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
     "PUT /v1/graphs/{graph}": {"json": GRAPH_EXAMPLE},
+    "PUT /v1/files": {
+        "json": {"files": [{"sha256": hashlib.sha256(b"a").hexdigest(), "content": "YQ=="}]}
+    },
     "PUT /v1/files/{sha}": {"headers": {"Content-Range": "bytes */9"}},
     "POST /v1/datablocks/{blk}/folder": {
         "json": {"files": [{"path": "a", "size_bytes": 1, "sha256": "0" * 64}]}
