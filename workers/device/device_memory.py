@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from workers.device.processes.resident import Resident, family
+from workers.device.processes.resident import ALL_PROCESSES, Resident, family
 
 log = logging.getLogger(__name__)
 
@@ -75,14 +75,18 @@ class DeviceAccount:
     ) -> tuple[list[Resident], list[Resident]]:
         """Book what the driver counted, as (process, bytes).
 
-        Returns the residents beyond their cap, and the residents that reported that they had left
-        the device but still hold memory.
+        Returns the residents beyond their cap or with too many processes to be counted, and the
+        residents that reported that they had left the device but still hold memory.
         """
         left = dict(counted)
         tenants: dict[int, str] = {}
         beyond, stayed, told_bytes = [], [], 0
         for resident in residents:
             own = _own_of(resident, left)
+            if own is None:
+                resident.measured_bytes = None
+                beyond.append(resident)
+                continue
             if not own:  # the process holds nothing, or the driver's ids are not ours
                 resident.measured_bytes = None
                 told_bytes += resident.memory_bytes
@@ -127,13 +131,15 @@ def _is_seen(process: int) -> bool:
     return os.path.exists(f"/proc/{process}")
 
 
-def _own_of(resident: Resident, counted: Mapping[int, int]) -> list[int]:
-    """Return the processes of the resident among the counted ones."""
+def _own_of(resident: Resident, counted: Mapping[int, int]) -> list[int] | None:
+    """Return the processes of the resident among the counted ones; None if it has too many."""
     own: list[int] = []
     try:
-        for process in family(resident.pid):
+        for process in family(resident.pid, ALL_PROCESSES):
             if process in counted:
                 own.append(process)
-    except (OSError, ValueError):
-        return own  # some processes have just ended; the next count says more
+    except OSError:
+        return own  # the resident has just ended
+    except ValueError:
+        return None
     return own

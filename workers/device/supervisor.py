@@ -48,7 +48,6 @@ from workers.device.host.egress import EgressDesk
 from workers.device.host.environments import DeviceEnvironments
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.host.health import DeviceHealth
-from workers.device.host.host_memory_caps import HostMemoryCaps
 from workers.device.host.mounts import DeviceMounts
 from workers.device.host.resource_watch import ResourceWatch
 from workers.device.host.tunnel_opener import TunnelOpener
@@ -142,7 +141,6 @@ class Supervisor(threading.Thread):
         self.hosts = GangHosts(stays, self.links, self.side)
         self.storing = ResultStore(self.receive, house, stays, rhythm, self.side)
         self.presets = DevicePresets(house, stays, self.receive)
-        self.caps = HostMemoryCaps(house, stays)
 
     def _make_parts(self) -> None:
         """Make the parts that act on messages, orders, answers and time."""
@@ -172,7 +170,7 @@ class Supervisor(threading.Thread):
         self.deadlines = DeadlineWatch(
             *(stays, self.hosts, self.admission, self.spawner),
             *(self.listener, self.reports, residency),
-            *(rhythm, self.egress, ResourceWatch(stays, lambda: self.spawner.groups)),
+            *(rhythm, self.egress, ResourceWatch(house, stays, lambda: self.spawner.groups)),
         )
         self.runner = InstructionRunner(
             *(house, self.trust, stays, self.hosts, self.storing, self.late, self.admission),
@@ -262,7 +260,6 @@ class Supervisor(threading.Thread):
             self._hear(self.inbox.get())
         # 2. Apply deadlines.
         self.deadlines.apply(now_us())
-        self.caps.look(now_us())
         self.health.look()
         self.mounts.look(self.spawner.walls)
         # 3. Start processes, let tasks yield, and fill the slot.

@@ -1,6 +1,8 @@
 """What a tenant would write who takes all that there is; each is run by a real resident."""
 
+import mmap
 import os
+import threading
 import time
 
 import torch
@@ -17,6 +19,21 @@ def hold_memory(ctx, *, megabytes):
     held = torch.ones(megabytes << 20, dtype=torch.uint8)
     time.sleep(600)
     return {"bytes": held.nbytes}
+
+
+def hide_memory(ctx, *, megabytes, threads, where):
+    """Take no more than this, where a count of the heap does not see it, beside idle threads."""
+    for _ in range(threads):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    if where == "heap":
+        return hold_memory(ctx, megabytes=megabytes)
+    fd = os.memfd_create("hidden") if where == "memfd" else os.open(f"{where}/hidden", 66, 0o600)
+    os.ftruncate(fd, megabytes << 20)
+    held = mmap.mmap(fd, megabytes << 20)
+    for at in range(0, len(held), 4096):
+        held[at] = 1
+    time.sleep(600)
+    return {}
 
 
 def eat_memory_in_child(ctx):

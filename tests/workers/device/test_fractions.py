@@ -9,7 +9,7 @@ import pytest
 
 from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started
 from tests.workers.conftest import DeviceRig, alone
-from workers.device.host import host_memory_caps
+from workers.device.host import resource_watch
 
 MB = 2**20
 UNDISTURBED = {"steps": 100}
@@ -89,15 +89,34 @@ def test_held_time_counts_for_each_fraction_alone(rig):
 def test_a_fraction_beyond_its_memory_ends_by_name_and_its_neighbour_keeps_its_bits(
     rig, monkeypatch
 ):
-    monkeypatch.setattr(host_memory_caps, "CODE_BYTES", 400 * MB)
+    monkeypatch.setattr(resource_watch, "CODE_BYTES", 400 * MB)
     rig.launch("t1", "jobs:Patient", params=PARAMS, fraction_milli=500)
     rig.event(Started, "t1")
     greedy = {"function": "greedy:hold_memory"}  # a busy device worker looks at it late
     params = {"megabytes": 1024}
     rig.launch("t2", greedy, params=params, memory_bytes=64 * MB, fraction_milli=10)
     failed = rig.event(Failed, "t2")
-    assert failed.message == "It held more memory than its part of the device."
+    assert "more memory than its part of the device (" in failed.message
     assert _result(rig, "t1") == alone("jobs:Everything", UNDISTURBED)["result"]
+
+
+@pytest.mark.parametrize("where", ["heap", "memfd", "/dev/shm"])
+@pytest.mark.parametrize("threads", [0, 300])
+def test_a_fraction_cannot_hide_its_memory(rig, where, threads):
+    hides = {"function": "greedy:hide_memory"}
+    params = {"megabytes": 1024, "threads": threads, "where": where}
+    rig.launch("t1", hides, params=params, memory_bytes=64 * MB, fraction_milli=10)
+    assert "more memory than its part of the device (" in rig.event(Failed, "t1").message
+
+
+@pytest.mark.parametrize("threads", [0, 300])
+def test_a_fraction_cannot_hide_its_memory_where_no_control_group_counts(rig, threads):
+    rig.supervisor.spawner.groups.standing = []
+    hides = {"function": "greedy:hide_memory"}
+    params = {"megabytes": 1024, "threads": threads, "where": "memfd"}
+    rig.launch("t1", hides, params=params, memory_bytes=64 * MB, fraction_milli=10)
+    told = rig.event(Failed, "t1").message
+    assert ("cannot be counted" if threads else "its part of the device (") in told
 
 
 # --- on a simulated accelerator -------------------------------------------------------------------

@@ -42,6 +42,7 @@ OWED_US = 30_000_000
 UNREAD_US = 10_000_000
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
+ALL_PROCESSES = 2048  # more than a resident can have (`sandbox.Room.processes`, control groups)
 STORED_LIMIT = 16 * 1024  # most processes and threads of a command that are stored or restored
 
 
@@ -443,7 +444,7 @@ def kernel_memory(pid: int) -> tuple[int, int] | None:
     count.
 
     Descendants that end meanwhile are left out, so a task cannot evade the count by programs that
-    come and go.  None if the process itself has ended, or there are too many processes.
+    come and go, and so are those beyond PROCESSES_LIMIT.  None if the process itself has ended.
     """
     own = shared = 0
     try:
@@ -451,8 +452,10 @@ def kernel_memory(pid: int) -> tuple[int, int] | None:
             status = _read(f"/proc/{at}/status", must=at == pid)
             own += _status_bytes(status, "RssAnon:")
             shared += _status_bytes(status, "RssShmem:")
-    except (OSError, ValueError):
+    except OSError:
         return None
+    except ValueError:
+        pass  # a report is believed up to what was counted
     return own, shared
 
 

@@ -36,10 +36,18 @@ def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
     told = f"{resident.refused} It was ended."
     if kill_reason != EXCEEDED:
         told = _how_it_ended(kill_reason, resident.exit_status or 0, resident.refused)
-    if kill_reason == "device_memory" and resident.is_fraction:
-        told = "It held more memory than its part of the device."
+    if kill_reason == "device_memory":
+        told = _beyond_its_memory(resident)
     last = "\n".join(resident.stay.log.last)
     return {"is": messages.Failed, "cause": cause, "message": told, "detail": last}
+
+
+def _beyond_its_memory(resident: Resident) -> str:
+    if resident.measured_bytes is None:
+        return "It has too many processes, so its memory on the device cannot be counted."
+    if resident.is_fraction:
+        return "It held more memory than its part of the device."
+    return "It held more memory on the device than the device may give its tasks."
 
 
 def _how_it_ended(kill_reason: str, status: int, refused: str) -> str:
@@ -48,8 +56,6 @@ def _how_it_ended(kill_reason: str, status: int, refused: str) -> str:
             return "It held its device for max_duration_s and was ended."
         case "slow":
             return f"Importing its code took more than {PREPARE_US // 1000000} s."
-        case "device_memory":
-            return "It held more memory on the device than the device may give its tasks."
         case "nonsense":
             return "Its process sent an invalid message."
         case "flood":
