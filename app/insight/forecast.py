@@ -288,7 +288,7 @@ def _held(board: Board, task: BoardTask, rows: Sequence[AnyRow]) -> Iterator[Hel
             width=len(stay.devices),
             elapsed_s=worked_s,
             turn_s=max(0.0, board.now_s - since_s),
-            max_duration_s=_most_s(row, holder.held_us, worked_s, speed),
+            max_duration_s=_most_s(row, holder.held_us - holder.prepared_us, worked_s, speed),
             speed=speed,
         )
 

@@ -178,7 +178,8 @@ _COLUMNS = (
     TaskRow.id, TaskRow.request_id, TaskRow.tenant_id, TaskRow.user_id, TaskRow.state,
     TaskRow.epoch, TaskRow.kind, TaskRow.memory_bytes, TaskRow.priority, TaskRow.submitted_at,
     TaskRow.hold, TaskRow.not_before, TaskRow.seat, TaskRow.launched_at, TaskRow.started_at,
-    TaskRow.resized_at, TaskRow.held_us, TaskRow.total_held_us,
+    TaskRow.resized_at, TaskRow.held_us, TaskRow.total_held_us, TaskRow.unheard_us,
+    TaskRow.prepared_us,
     TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.device_choice, TaskRow.island,
@@ -256,11 +257,11 @@ def _task(
 ) -> BoardTask:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
     resized_s = None if started_s is None else _seconds(row.resized_at)
-    accrued_us = held_us = 0
+    accrued_us, held_us = 0, row.held_us
     if started_s is not None:
         # The next heartbeat charges what the task has held since the last one.
         if not row.shares:
-            accrued_us = max(0, int((now_s - started_s) * 1e6) - row.held_us)
+            accrued_us = max(0, int((now_s - started_s) * 1e6) + row.prepared_us - row.held_us)
         held_us = row.held_us + accrued_us
     if resized_s is not None:
         held_us = min(held_us, max(0, int((now_s - resized_s) * 1e6)))
@@ -297,9 +298,10 @@ def _task(
         launched_s=_seconds(row.launched_at) or 0.0,
         started_s=started_s,
         resized_s=resized_s,
+        prepared_us=0 if started_s is None else row.prepared_us,
         accrued_us=accrued_us,
         held_us=held_us,
-        had_us=row.total_held_us,
+        had_us=max(0, row.total_held_us - row.unheard_us),
         image_on=row.image_on,
         image_with=tuple(frozen_with),
         saved=row.saved,

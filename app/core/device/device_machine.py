@@ -130,6 +130,7 @@ class DeviceMachine:
         if isinstance(event, ProcessEvent) and event.process not in self.processes:
             return []  # the process has exited
         self._handlers[type(event)](event, now_us)
+        self.slot.claim(now_us)
         out, self._out = self._out, []
         return out
 
@@ -459,14 +460,14 @@ class DeviceMachine:
         `max_duration_s`.
         """
         stay = holder.stay
-        left_us = stay.budget_us - stay.held_us(now_us)
+        left_us = stay.left_us(now_us)
         if stay.state == StayState.RUNNING:
             return left_us - stay.notice_us
         return max(left_us, holder.ending_until_us - now_us)
 
     def _reach_limit(self, holder: ProcessRecord, now_us: int) -> None:
         stay = holder.stay
-        left_us = stay.budget_us - stay.held_us(now_us)
+        left_us = stay.left_us(now_us)
         if left_us > 0 and stay.state == StayState.RUNNING:
             self._notice(holder, NoticeReason.MAX_DURATION, now_us + left_us)
         else:

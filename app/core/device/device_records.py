@@ -52,7 +52,10 @@ class StayRecord:
     behind_until_us: int | None = None
     wanted: Resize | None = None  # an ordered resize that is not done yet
     slot_since_us: int | None = None
-    before_us: int = 0  # slot time of its earlier slices
+    # since when the slot is empty for this stay, which is to begin there (`SlotTurns.claim`)
+    claims_since_us: int | None = None
+    before_us: int = 0  # time of its earlier slices and claims
+    prepared_us: int | None = None  # time of its claims; None until it has had the slot
 
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> StayRecord:
@@ -91,11 +94,29 @@ class StayRecord:
     @property
     def is_started(self) -> bool:
         """True if the stay has had the slot."""
-        return self.slot_since_us is not None or self.before_us > 0
+        return self.prepared_us is not None
 
     def held_us(self, now_us: int) -> int:
-        since_us = 0 if self.slot_since_us is None else now_us - self.slot_since_us
-        return self.before_us + since_us
+        """Return how long the stay has held the device, its start included (rule F1)."""
+        since_us = self.claims_since_us if self.slot_since_us is None else self.slot_since_us
+        return self.before_us + (0 if since_us is None else now_us - since_us)
+
+    def left_us(self, now_us: int) -> int:
+        """Return the slot time that is left to the stay; its start does not count."""
+        return self.budget_us - self.held_us(now_us) + (self.prepared_us or 0)
+
+    def set_claim(self, is_claimed: bool, now_us: int) -> None:
+        """Let an empty slot count as held by this stay from now on, or no longer."""
+        if is_claimed and self.claims_since_us is None:
+            self.claims_since_us = now_us
+        elif not is_claimed and self.claims_since_us is not None:
+            self.before_us, self.claims_since_us = self.held_us(now_us), None
+
+    @property
+    def may_claim(self) -> bool:
+        """True if the stay is to begin here, or was and has not left yet."""
+        is_here = self.is_confirmed and not (self.is_remote or self.is_over)
+        return is_here and not self.is_started and self.state != StayState.PAUSED
 
 
 @dataclass(slots=True, eq=False)

@@ -46,9 +46,13 @@ class SlotTurns:
         return process in self.holders
 
     def take(self, process: ProcessRecord, now_us: int) -> None:
+        stay = process.stay
+        stay.set_claim(False, now_us)
+        if stay.prepared_us is None:
+            stay.prepared_us = stay.before_us
         self.holders.append(process)
         self.turn_over_us = now_us + TURN_US
-        process.is_still, process.stay.slot_since_us = False, now_us
+        process.is_still, stay.slot_since_us = False, now_us
         process.step_since_us = now_us
 
     def free(self, process: ProcessRecord, now_us: int) -> None:
@@ -58,6 +62,19 @@ class SlotTurns:
             stay.before_us, stay.slot_since_us = stay.held_us(now_us), None
             self.holders.remove(process)
             self.free_since_us = now_us
+
+    def claim(self, now_us: int) -> None:
+        """Count empty parts of the slot for the stays that are to begin in them (rule F1).
+
+        The device is promised to these stays, so no other task can use it while they start. Of
+        several, the one that arrived first claims first. A task that is still in the slot keeps the
+        others from it, so they claim nothing meanwhile.
+        """
+        free_milli = self.free_milli
+        for stay in sorted(self.stays.values(), key=lambda stay: stay.arrived_us):
+            fits = stay.may_claim and stay.milli <= free_milli
+            stay.set_claim(fits, now_us)
+            free_milli -= stay.milli if fits else 0
 
     def sharers(self) -> list[ProcessRecord]:
         """Return the processes that can run and, by the newest answer, share the device."""

@@ -270,9 +270,11 @@ class BoardTask:
     started_s: float | None = None  # when the device reported that the task runs
     # since when the task is charged for its present devices; None: since its launch
     resized_s: float | None = None
+    # device time of this epoch before the task started: charged, but no part of its turn
+    prepared_us: int = 0
     accrued_us: int = 0  # device time of this epoch not yet charged to the tenant
     held_us: int = 0  # device time of this epoch, in total
-    had_us: int = 0  # device time of earlier epochs, in total
+    had_us: int = 0  # device time of earlier epochs after their starts, in total
     image_on: str | None = None  # device with the task's paused image in its host's memory
     image_with: tuple[str, ...] = ()  # further devices of a command whose processes are frozen
     saved: bool = True  # True: the image on `image_on` is durable, so that any device may take it

@@ -815,9 +815,10 @@ class Board:
                 heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
 
     def _measure_turn(self, stay: BoardStay, task: BoardTask) -> None:
-        """Adjust the turn's length once the switching cost is known."""
-        turn_us = slice_us(self.policy, task)
-        if stay.ripe or stay.leaving or turn_us == stay.turn_us:
+        """Adjust the turn's length and its charge once it is known what switch and start cost."""
+        turn_us, is_prepared = slice_us(self.policy, task), task.prepared_us != 0
+        is_known = turn_us == stay.turn_us and is_prepared == (stay.task.prepared_us != 0)
+        if stay.ripe or stay.leaving or is_known:
             stay.task = task
             return
         owed = self._owes(stay)
@@ -1104,9 +1105,10 @@ class Board:
         """
         if task.started_s is None or task.shares:
             return 0
-        since_s = task.started_s if task.resized_s is None else task.resized_s
-        booked_us = task.held_us - task.accrued_us
-        return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
+        held_us = task.prepared_us + round((self.now_s - task.started_s) * 1e6)
+        if task.resized_s is not None:
+            held_us = round((self.now_s - task.resized_s) * 1e6)
+        return max(0, held_us - (task.held_us - task.accrued_us))
 
     def _owes(self, stay: BoardStay) -> int:
         """Return what a stay owes, at least a full turn, in device-µs times thousandths of cost."""
@@ -1114,7 +1116,7 @@ class Board:
         # a resized task had its turn before it was resized
         if not stay.leaving and stay.task.resized_s is None:
             booked_us = stay.task.held_us - stay.task.accrued_us
-            unbooked_us = max(unbooked_us, stay.turn_us - booked_us)
+            unbooked_us = max(unbooked_us, stay.task.prepared_us + stay.turn_us - booked_us)
         return unbooked_us * stay.rate
 
     def _end(self, stay: BoardStay) -> tuple[float, str, int]:

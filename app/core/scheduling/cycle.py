@@ -240,9 +240,10 @@ def _count_the_lost(draft: _DraftPlan) -> None:
             resized_s=None,
             image_on=None,
             saved=True,
-            had_us=task.had_us + task.held_us,
+            had_us=task.had_us + max(0, task.held_us - task.prepared_us),
             held_us=0,
             accrued_us=0,
+            prepared_us=0,
             started_s=None,
         )
     board.astray |= later
@@ -340,7 +341,13 @@ def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
     """
     why = ticket.conditions.terms.lets_go
     nothing: dict[str, Any] = dict(
-        seats=(), leaves=(), resized_s=None, held_us=0, accrued_us=0, started_s=None
+        seats=(),
+        leaves=(),
+        resized_s=None,
+        held_us=0,
+        accrued_us=0,
+        prepared_us=0,
+        started_s=None,
     )
     if why == OVER:
         draft.move(ticket, Move.Finished, "tickets", "Ended with its gang.", **nothing)
@@ -842,6 +849,7 @@ def _launch(
         resized_s=None,
         held_us=0,
         accrued_us=0,
+        prepared_us=0,
         waited_s=task.waited_s + max(0.0, board.now_s - since_s),
     )
 

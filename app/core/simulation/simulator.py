@@ -236,6 +236,9 @@ class _Run:
     resizes: int = 0
     cost: int = 0  # cost of a second once the task has been made smaller
     ready: bool = False
+    # since when the task has held exactly its present devices: from its launch, or from when the
+    # task before it has left
+    held_from_us: int | None = None
 
     def step(self, until_us: int) -> None:
         """Count the work done until `until_us`."""
@@ -275,7 +278,6 @@ class World:
         self._seq = 0
         self._came = 0
         self._look_again_us: int | None = None
-        self._freed_us: dict[str, int] = {}
         self._device_us: Counter[str] = Counter()
         self._meter = Meter()
         self._resized = False  # True if any task was ever resized
@@ -395,15 +397,19 @@ class World:
     def _take_seats(self, task: BoardTask) -> None:
         """Give a prepared task its devices once all of them are free."""
         run = self.runs[task.id]
-        if not run.ready or not all(self._has_room(device, task) for device in task.seats):
+        if not all(self._has_room(device, task) for device in task.seats):
+            return
+        if run.held_from_us is None:
+            run.held_from_us = self.now_us
+            self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats), _milli(task))
+        if not run.ready:
             return
         run.ready = False
         for device in task.seats:
             self._seat(device, task)
-        freed_us = max(self._freed_us.get(device, 0) for device in task.seats)
-        empty_us = self.now_us - max(freed_us, _us(task.launched_s))
+        prepared_us = self.now_us - run.held_from_us
         resume_us = _us(self.costs.resume_s) if task.epoch > 1 else 0
-        switch_us = empty_us + resume_us + _us(self.costs.image_s)
+        switch_us = prepared_us + resume_us + _us(self.costs.image_s)
         if run.first_us is None:
             run.first_us = self.now_us
         run.steps_from_us, run.safe_us = self.now_us + resume_us, math.inf
@@ -412,11 +418,11 @@ class World:
             task,
             state=lifecycle.after(task.id, task.state, Move.Started),
             started_s=self.now_s,
+            prepared_us=prepared_us,
             switch_us=switch_us if task.epoch > 1 else 0,  # a first start is no switch
             image_on=None,
         )
         self.board.set_task(started)
-        self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats), _milli(task))
         self._plan_end(started, resume_us)
 
     def _has_room(self, device: str, task: BoardTask) -> bool:
@@ -437,6 +443,7 @@ class World:
         paused = says == Move.Paused
         run.step(self.now_us - (_us(self.costs.image_s) if paused else 0))
         self._charge(task)
+        run.held_from_us = None
         if paused:
             self._park(task)
         else:
@@ -447,7 +454,6 @@ class World:
         """Release devices, so that tasks that wait for them may take them."""
         for device in devices:
             del self.seated[device][task]
-            self._freed_us[device] = self.now_us
         for device in devices:
             for follower in self.board.group(device):
                 self._take_seats(follower.task)
@@ -463,6 +469,7 @@ class World:
             leaves=(),
             resized_s=None,
             started_s=None,
+            prepared_us=0,
             waiting_since_s=self.now_s,
             had_us=task.had_us + self.now_us - _us(task.started_s or 0.0),
             image_on=task.seat if len(task.seats) == 1 else None,
@@ -509,7 +516,8 @@ class World:
 
     def _charge(self, task: BoardTask) -> None:
         """Book what the task has held since it was seated or resized."""
-        counted_for, held_us = self.runs[task.id].arrival.counted_for, self._held_us(task)
+        run, held_us = self.runs[task.id], self._held_us(task)
+        counted_for, run.held_from_us = run.arrival.counted_for, self.now_us
         self._device_us[counted_for[0]] += held_us * len(task.holds) * _milli(task) // WHOLE_MILLI
         self._meter.hold(self.now_us, counted_for, -len(task.holds), _milli(task))
         cost = task.cost or sum(self.devices[device].cost for device in task.holds)
@@ -562,7 +570,8 @@ class World:
 
     def _held_us(self, task: BoardTask) -> int:
         """Return how long the task has held exactly these devices, in µs."""
-        return self.now_us - _us(task.held_since_s or 0.0)
+        from_us = self.runs[task.id].held_from_us
+        return 0 if from_us is None else self.now_us - from_us
 
     def obey(self, plan: Plan) -> None:
         """Make the devices begin what the plan orders; the board already contains the plan."""
@@ -593,9 +602,8 @@ class World:
         prepared_us = 0 if resident else _us(self.costs.start_s)
         if prepared_us:
             self._say("ready", task, prepared_us)
-        else:
-            self.runs[task.id].ready = True
-            self._take_seats(task)
+        self.runs[task.id].ready = not prepared_us
+        self._take_seats(task)
 
     def _pause(self, task: BoardTask) -> None:
         run, comes_us = self.runs[task.id], _us(self.costs.pause_s)
@@ -606,10 +614,9 @@ class World:
     def report(self) -> Report:
         device_us = self._device_us.copy()
         for task in self.tasks.values():
-            if task.started_s is not None:
-                owner, _ = self.runs[task.id].arrival.counted_for
-                held_us = self._held_us(task) * len(task.holds)
-                device_us[owner] += held_us * _milli(task) // WHOLE_MILLI
+            owner, _ = self.runs[task.id].arrival.counted_for
+            held_us = self._held_us(task) * len(task.holds)
+            device_us[owner] += held_us * _milli(task) // WHOLE_MILLI
         ran = [run for run in self.runs.values() if run.first_us is not None]
         done = [run for run in ran if run.finished_us is not None]
         return Report(
@@ -670,7 +677,7 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
         *_hurried(plan),
         *_doubled(world),
         *_idle(world),
-        *_hasty(seen, plan),
+        *_hasty(seen, plan, now_us=world.now_us),
         *_missized(world),
         *_unexplained(seen, anew),
         *_different(seen, plan, anew),
@@ -725,16 +732,14 @@ def _has_part(world: World, device: BoardDevice, task: BoardTask) -> bool:
     return here.is_fraction and world.board.pools[device.kind].fits_beside(device.id, here)
 
 
-def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:
+def _hasty(seen: Snapshot, plan: Plan, *, now_us: int) -> Iterable[str]:
     """No task may be paused for another before one full slice."""
     for decision in plan.decisions:
         if decision.move == Move.Pause and decision.against is not None:
             victim, task = seen.tasks[decision.task], seen.tasks[decision.against]
-            held_us = victim.held_us
-            if victim.resized_s is not None:
-                held_us += _us(victim.resized_s) - _us(victim.started_s or 0.0)
-            if held_us < slice_us(seen.policy, victim, task):
-                yield f"{victim.id} was paused after {held_us} µs"
+            stepped_us = now_us - _us(victim.started_s or 0.0)
+            if stepped_us < slice_us(seen.policy, victim, task):
+                yield f"{victim.id} was paused after {stepped_us} µs"
 
 
 def _missized(world: World) -> Iterable[str]:

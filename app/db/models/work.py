@@ -151,8 +151,10 @@ class Task(Base):
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     guest_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    # Part of `total_held_us` in which its device was not heard from before it was lost: charged,
-    # but not counted for `max_duration_s`.
+    # part of `held_us` before it started
+    prepared_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # Part of `total_held_us` before it started, and in which its device was not heard from before
+    # it was lost: charged, but not counted for `max_duration_s`.
     unheard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     # what a second of this epoch costs, if the task is charged by its memory and not by its device
@@ -332,7 +334,7 @@ class Placement(Base):
     # Thousandths of the device that the task holds. Of rows that neither leave nor share, the
     # island gives at most 1000 of a device (`journal.decisions`).
     fraction_milli: Mapped[int] = mapped_column(server_default="1000")
-    # how long the task held the slot, measured by the device
+    # how long the task held the device, its start included, measured by the device
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     # part of `held_us` in which the job stood still while its state was copied
     staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")

@@ -135,7 +135,7 @@ def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
         session.flush()  # a flush inserts before it updates: first release the slot
     task_writer.move_task(session, task, Move.Launch)
     task.epoch += 1
-    task.event_seq = task.order_seq = task.held_us = 0
+    task.event_seq = task.order_seq = task.held_us = task.prepared_us = 0
     task.cost_milli = decision.cost
     task.seat, task.launched_at = device.id, transactions.now(session)
     task.started_at = task.resized_at = None

@@ -188,6 +188,29 @@ class TestLaunch:
         assert order.body["budget_us"] == 100_000_000
         assert session.scalars(select(Placement)).one().ended_at is None
 
+    def test_start_is_charged_as_it_lasts_and_uses_up_no_time_limit(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", devices=("h.0",))
+        hear(session, residents=[view(task, "seating", held_us=2_000_000)])
+        assert (task.held_us, booked_us(session)) == (2_000_000, 2_000_000)
+        began = started(task)
+        hear(session, events=[replace(began, held_us=3_000_000)], residents=[view(task, "running")])
+        now_s = transactions.now_s(session)
+        seen = snapshot_reader.load(session, "isle", now_s=now_s + 5).tasks[task.id]
+        assert (seen.prepared_us, seen.accrued_us, seen.held_us) == (3_000_000, 5e6, 8e6)
+        lose(session, task)
+        assert (task.total_held_us, task.unheard_us) == (3_000_000, 3_000_000)
+        assert snapshot_reader.load(session, "isle", now_s=now_s).tasks[task.id].had_us == 0
+
+    def test_start_that_never_ends_is_charged_all_the_same(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", devices=("h.0",))
+        hear(session, residents=[view(task, "seating", held_us=2_000_000)])
+        told = event(Failed, task, 1, held_us=4_000_000, cause="slow", message="It was slow.")
+        hear(session, events=[told])
+        assert booked_us(session) == 4_000_000
+        assert (task.total_held_us, task.unheard_us) == (4_000_000, 4_000_000)
+
     @pytest.mark.parametrize(("takes", "named"), [(True, "usr_a"), (False, ""), (None, "")])
     def test_launch_names_its_user_to_devices_that_take_it(self, session, task, takes, named):
         hear(session, user=takes)

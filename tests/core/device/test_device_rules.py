@@ -576,11 +576,60 @@ def test_tasks_that_share_the_device_take_turns(device: Device) -> None:
 def test_slot_time_of_tasks_that_share_is_the_time_of_the_device(device: Device) -> None:
     device.run("a")
     device.begin("b", beside=True)
-    began_us = device.machine.stays["a", 1].slot_since_us
-    assert began_us is not None
+    began_us = device.machine.stays["a", 1].arrived_us
     device.share(a=1, b=2)
     turns(device, 20)
     assert sum(device.machine.slot.shared_us(device.now_us).values()) == device.now_us - began_us
+
+
+# --- what a start costs (rule F1) -----------------------------------------------------------------
+
+
+def held_us(device: Device, task: str) -> int:
+    return device.machine.stays[task, 1].held_us(device.now_us)
+
+
+def test_start_on_an_empty_device_counts_as_held_and_uses_up_no_budget(device: Device) -> None:
+    device.launch("a")
+    device.later(3_000_000)
+    assert held_us(device, "a") == 3_000_000
+    process = device.prepare("a")
+    assert device.round() == [process]
+    assert device.machine.stays["a", 1].prepared_us == 3_000_000
+    device.later(500_000)
+    assert held_us(device, "a") == 3_500_000
+    assert device.machine.stays["a", 1].left_us(device.now_us) == BUDGET_US - 500_000
+
+
+def test_start_behind_another_task_counts_from_when_the_device_is_free(device: Device) -> None:
+    first = device.run("a")
+    device.launch("b")
+    device.later(1_000_000)
+    assert held_us(device, "b") == 0, "the island had it wait"
+    device.pause("a")
+    device.paused(first)
+    device.later(700_000)
+    assert held_us(device, "b") == 700_000
+    device.cancel("b")
+    assert device.told() == ["Stopped"]
+    assert held_us(device, "b") == 700_000
+
+
+def test_only_the_first_of_several_starts_counts_and_only_where_it_is_confirmed(
+    device: Device,
+) -> None:
+    device.launch("late", surely_until_us=0)
+    device.launch("a")
+    device.launch("b")
+    device.later(1_000_000)
+    assert [held_us(device, task) for task in ("late", "a", "b")] == [0, 1_000_000, 0]
+
+
+def test_fractions_that_fit_together_start_together(device: Device) -> None:
+    for task in ("a", "b", "c"):
+        device.launch(task, milli=400)
+    device.later(1_000_000)
+    assert [held_us(device, task) for task in ("a", "b", "c")] == [1_000_000, 1_000_000, 0]
 
 
 def test_standby_task_has_one_turn_until_the_task_before_it_has_ended(device: Device) -> None:

@@ -167,8 +167,9 @@ class Event:
     """Reports something about a task from a device to the island.
 
     `seq` numbers the events of one epoch of one task from 1, without gaps. `held_us` is how long
-    this epoch has held its slot so far, by the device's own clock. For `staged_us` of that time the
-    job stood still while its state was copied.
+    this epoch has held its device so far, by the device's own clock: its time in the slot, and
+    before that its start, while the slot was empty for it. For `staged_us` of that time the job
+    stood still while its state was copied.
     """
 
     task: str

@@ -122,6 +122,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     lost = max(0, task.step - event.step)
     task.lost_steps += lost
     task.step, task.started_at, task.image_on = event.step, transactions.now(session), None
+    task.prepared_us = placement.held_us
     if task.resized_at is not None:
         task.resized_at = task.started_at
         guest_placements.seated(session, guest_placements.of_task(session, task))
