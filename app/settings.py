@@ -156,7 +156,7 @@ class Settings(BaseSettings):
     half_life_s: Annotated[float, AfterValidator(half_life)] = 7 * 86400.0  # 0: no decay
     idle_credit_s: float = Field(3 * 86400.0, ge=0, allow_inf_nan=False)
     slice_min_s: float = Field(1.0, ge=0, allow_inf_nan=False)
-    slice_max_s: float = Field(60.0, ge=0, allow_inf_nan=False)
+    slice_max_s: float = Field(600.0, ge=0, allow_inf_nan=False)
     # largest part of a kind's devices that may stand idle, kept for gangs whose turn has come
     wait_share: float = Field(0.02, ge=0, le=0.5)
     # the longest notice before a pause; a reclaimed device waits for it (`notice` of a task)

@@ -32,7 +32,7 @@ class Policy:
     # F3: s of its fair share; the most that a returning branch is ahead
     idle_credit_s: float = 3 * 86400.0
     slice_min_s: float = 1.0
-    slice_max_s: float = 60.0
+    slice_max_s: float = 600.0
     # F8: seconds; a task is fresh until it has held devices for this long and for one full slice
     fresh_s: float = 60.0
     switch_share: float = 0.02  # F8: largest part of a slice that switching may cost

@@ -33,6 +33,7 @@ from app.core.model.snapshot import IdleCreditFloor
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.reclaim.preemption import above
 from app.core.scheduling.rounds.round_memory import Service
+from app.core.scheduling.stays import stale_s
 
 FORGOTTEN_S = 60.0  # s after which the memory of an earlier board is not used
 
@@ -92,7 +93,7 @@ def _look(
 ) -> None:
     """Measure how well served the siblings are.
 
-    A measurement is used again until a slice has passed or the total weight of the siblings has
+    A measurement is used again until a minute has passed or the total weight of the siblings has
     doubled.  So the cost of an arrival does not grow with the number of siblings.
     """
     waiting = set(board.tree.waiting_children(parent, kind)).difference(new)
@@ -103,7 +104,7 @@ def _look(
         seen = max((board.tree.score(branch, kind=kind) for branch in holding), default=0)
     service.level = max(service.level, seen)
     service.weight, service.came = sum(branch.weight for branch in waiting | holding), 0
-    service.again_s = board.now_s + board.policy.slice_max_s
+    service.again_s = board.now_s + stale_s(board.policy)
 
 
 def _holders(board: Board, parent: Branch, kind: str) -> set[Branch]:

@@ -15,6 +15,7 @@ LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
 
 NEVER = math.inf
 RESOLUTION_S = 0.001  # computed instants are this exact
+STALE_S = 60.0  # most seconds for which a round goes by what an earlier round measured
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,11 @@ def settled_s(policy: Policy, stay: BoardStay) -> float:
     if started_s is None:
         return NEVER
     return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
+
+
+def stale_s(policy: Policy) -> float:
+    """Return after how many seconds a measurement of an earlier round is made again."""
+    return min(STALE_S, policy.slice_max_s)
 
 
 def slice_us(policy: Policy, task: BoardTask, other: BoardTask | None = None) -> int:

@@ -32,10 +32,12 @@ from dataclasses import replace
 from app.core.fairness.fair_tree import Lane
 from app.core.model.snapshot import BoardTask, GangWait
 from app.core.scheduling.board import Board
-from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay
+from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay, stale_s
 
 WITHIN_S = 3600.0  # F7: in this time a gang gets what it is owed
-LOOKS = 8  # checks in each longest slice of a gang that may not begin to wait yet
+LOOKS = (
+    8  # checks in a minute, or in a shorter longest slice, of a gang that may not begin to wait yet
+)
 
 
 def waiting_gang(board: Board, kind: str) -> BoardTask | None:
@@ -80,7 +82,7 @@ def begins_s(board: Board, kind: str) -> float:
 
 def look_s(board: Board) -> float:
     """Return the time after which a gang is looked at again, in s."""
-    return max(board.policy.slice_max_s / LOOKS, RESOLUTION_S)
+    return max(stale_s(board.policy) / LOOKS, RESOLUTION_S)
 
 
 def looks_again_s(board: Board, at_s: float) -> float:
