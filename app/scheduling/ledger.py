@@ -1,9 +1,9 @@
 """The ledger turns what devices measured into charges of tenants.  It is the only writer of usage.
 
-A charge is the growth of a placement's `held_us`, times the device's cost.  Placement, account and
-bucket are written in one transaction (`note`, `book`), so the three sums agree to the microsecond
-at any instant: sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).  When
-a request is deleted, its placements go and the other two stay.
+A charge is the growth of a placement's `held_us`, times its cost at that time.  Placement, account
+and bucket are written in one transaction (`note`, `book`), so the three sums agree to the
+microsecond at any instant: sum(placements.charged_us) = sum(usage.charged_us) =
+sum(accounts.total_us).  When a request is deleted, its placements go and the other two stay.
 
 Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy
 (`core.fairness.usage_decay`).
@@ -78,10 +78,15 @@ def note(session: Session, placement: Placement, held_us: int) -> int:
     if held_us <= placement.held_us:
         return 0  # a late or repeated report, charged before
     held = held_us - placement.held_us
-    charged = held_us * placement.cost_milli // 1000 - placement.charged_us
+    charged = _cost_us(placement, held_us) - _cost_us(placement, placement.held_us)
     placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
     note_sums(session, (placement.user_id, placement.tenant_id, placement.kind), held, charged)
     return charged
+
+
+def _cost_us(placement: Placement, held_us: int) -> int:
+    """Return what so long a time costs now; as the difference of two, it is exact to a µs."""
+    return held_us * placement.cost_milli // 1000
 
 
 def note_sums(

@@ -9,8 +9,8 @@ A migration is a pause on one device and a launch on another, so there is no sta
 `not_before` lies ahead, or the task is held. `Locked` takes a waiting task back there when its
 owner holds it. `starting` begins when the island commits a Launch, which raises the task's epoch by
 one. `running` begins when the device reports it, and continues while the task takes turns with
-other tasks on a device (`Share`). In `stopping` the island waits for the device to release the
-task.
+other tasks on a device (`Share`), and when its cost changes (`Charge`). In `stopping` the island
+waits for the device to release the task.
 
 `python -m app.core.model.lifecycle` prints the table of docs/reference/states.md.
 """
@@ -44,6 +44,7 @@ class Move(StrEnum):
     Splice = "Splice"
     Spliced = "Spliced"
     Share = "Share"
+    Charge = "Charge"
     Pause = "Pause"
     Paused = "Paused"
     Finished = "Finished"
@@ -74,8 +75,14 @@ LIFE: dict[str, dict[str, str]] = {
         "GaveUp": "failed",
         "Cancel": "cancelled",
     },
-    "starting": {"Started": "running", **_ON_A_DEVICE},
-    "running": {"Splice": "splicing", "Share": "running", "Pause": "pausing", **_ON_A_DEVICE},
+    "starting": {"Started": "running", "Charge": "starting", **_ON_A_DEVICE},
+    "running": {
+        "Splice": "splicing",
+        "Share": "running",
+        "Charge": "running",
+        "Pause": "pausing",
+        **_ON_A_DEVICE,
+    },
     "splicing": {"Spliced": "running", **_ON_A_DEVICE},
     "pausing": _ON_A_DEVICE,
     # Events that the device sent before it got the cancel may still arrive. They change nothing

@@ -816,6 +816,8 @@ class Board:
 
     def _measure_turn(self, stay: BoardStay, task: BoardTask) -> None:
         """Adjust the turn's length and its charge once it is known what switch and start cost."""
+        if task.cost != stay.task.cost and stay.rate:
+            self._change_rate(stay, task.cost)
         turn_us, is_prepared = slice_us(self.policy, task), task.prepared_us != 0
         is_known = turn_us == stay.turn_us and is_prepared == (stay.task.prepared_us != 0)
         if stay.ripe or stay.leaving or is_known:
@@ -824,6 +826,16 @@ class Board:
         owed = self._owes(stay)
         stay.task, stay.turn_us = task, turn_us
         self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
+
+    def _change_rate(self, stay: BoardStay, rate: int) -> None:
+        """Charge another cost from now on, also for the rest of a turn that is charged already."""
+        more, stay.rate = rate - stay.rate, rate
+        if stay.ripe or stay.leaving:
+            self.tree.accrue(stay.leaf, more)
+        else:
+            left_us = max(0, self._owed_us(stay) - self.unbooked_us(stay.task))
+            self.tree.charge(stay.leaf, self.tree.faded(left_us * more))
+        self.tree.refresh(stay.leaf)
 
     def _seat(self, task: BoardTask) -> BoardStay:
         """Let a task hold its devices, and charge it a full turn at once (rule F1)."""
@@ -1112,12 +1124,15 @@ class Board:
 
     def _owes(self, stay: BoardStay) -> int:
         """Return what a stay owes, at least a full turn, in device-µs times thousandths of cost."""
+        return self._owed_us(stay) * stay.rate
+
+    def _owed_us(self, stay: BoardStay) -> int:
         unbooked_us = self.unbooked_us(stay.task)
         # a resized task had its turn before it was resized
         if not stay.leaving and stay.task.resized_s is None:
             booked_us = stay.task.held_us - stay.task.accrued_us
             unbooked_us = max(unbooked_us, stay.task.prepared_us + stay.turn_us - booked_us)
-        return unbooked_us * stay.rate
+        return unbooked_us
 
     def _end(self, stay: BoardStay) -> tuple[float, str, int]:
         return self.end_s(stay), stay.id, len(stay.devices) - stay.grown

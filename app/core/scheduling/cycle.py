@@ -36,7 +36,12 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.gangs import gang_waits, nearness
 from app.core.scheduling.gangs.island_gangs import OVER
 from app.core.scheduling.reclaim import elastic, over_limit, preemption
-from app.core.scheduling.sharing import function_batches, graph_moves, time_sharing
+from app.core.scheduling.sharing import (
+    function_batches,
+    graph_moves,
+    stranded_parts,
+    time_sharing,
+)
 from app.core.scheduling.stays import NEVER, RESOLUTION_S, slice_us
 from app.core.units import counted
 
@@ -114,6 +119,8 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _share(draft, kept)
     if board.elastic and not board.short and not moves:
         _grow(draft, kept)
+    # 10. Charge fractions for what they make unusable.
+    _charge_stranded(draft)
     gang_waits.note_idle(board, draft.held_back)
     board.memory.kept = frozenset(kept)
     board.memory.goes_on = bool(board.short)
@@ -204,7 +211,7 @@ class _DraftPlan:
         )
         if shares is not None:
             after["shares"] = shares
-        if move == Move.Launch or after.get("resized_s") is not None:
+        if move in (Move.Launch, Move.Charge) or after.get("resized_s") is not None:
             after["cost"] = cost
         self.board.set_task(changed(task, state=state, **after))
 
@@ -985,6 +992,21 @@ def _grow(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
             held_us=0,
             accrued_us=0,
         )
+
+
+# --- 10. charge fractions -----------------------------------------------------------------------
+
+
+def _charge_stranded(draft: _DraftPlan) -> None:
+    board = draft.board
+    if not board.fractions or board.short:
+        return
+    for stay, cost in list(stranded_parts.changed_costs(board)):
+        because = "Pays for its part of the device, as the rest can be used."
+        if cost > stay.rate:
+            because = "Pays for the rest of the device, too: a task waits that does not fit there."
+        if stay.id not in draft.before:
+            draft.move(stay.task, Move.Charge, "F1", because, devices=stay.devices, cost=cost)
 
 
 # --- when to look again -------------------------------------------------------------------------

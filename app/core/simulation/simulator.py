@@ -239,6 +239,7 @@ class _Run:
     # since when the task has held exactly its present devices: from its launch, or from when the
     # task before it has left
     held_from_us: int | None = None
+    booked_us: int = 0  # how long it held them before that at another cost
 
     def step(self, until_us: int) -> None:
         """Count the work done until `until_us`."""
@@ -443,7 +444,7 @@ class World:
         paused = says == Move.Paused
         run.step(self.now_us - (_us(self.costs.image_s) if paused else 0))
         self._charge(task)
-        run.held_from_us = None
+        run.held_from_us, run.booked_us = None, 0
         if paused:
             self._park(task)
         else:
@@ -479,6 +480,16 @@ class World:
         self.board.set_task(waiting)
         if not waiting.saved:
             self._say("Saved", waiting, _us(self.costs.save_s))
+
+    def _recharge(self, before: BoardTask) -> None:
+        """Book what a task has held since it started, before its cost changes."""
+        run, held_us = self.runs[before.id], self._held_us(before)
+        if before.started_s is not None:
+            self._charge(before)
+            self._meter.hold(
+                self.now_us, run.arrival.counted_for, len(before.seats), _milli(before)
+            )
+            run.booked_us += held_us
 
     def _splice(self, before: BoardTask, task: BoardTask, cost: int) -> None:
         """Have the task stop at a safe point and go on with its new devices."""
@@ -565,11 +576,12 @@ class World:
     def _measured(self, task: BoardTask) -> BoardTask:
         if task.started_s is None:
             return task
-        held_us = self._held_us(task)
-        return changed(task, held_us=held_us, accrued_us=held_us)
+        accrued_us = self._held_us(task)
+        held_us = self.runs[task.id].booked_us + accrued_us
+        return changed(task, held_us=held_us, accrued_us=accrued_us)
 
     def _held_us(self, task: BoardTask) -> int:
-        """Return how long the task has held exactly these devices, in µs."""
+        """Return how long the task has held exactly these devices at its cost, in µs."""
         from_us = self.runs[task.id].held_from_us
         return 0 if from_us is None else self.now_us - from_us
 
@@ -582,6 +594,8 @@ class World:
                 self._launch(self.tasks[decision.task])
             elif decision.move == Move.Pause:
                 self._pause(self.tasks[decision.task])
+            elif decision.move == Move.Charge:
+                self._recharge(plan.before[decision.task])
             elif decision.move == Move.Splice:
                 before = plan.before[decision.task]
                 self._splice(before, self.tasks[decision.task], decision.cost)

@@ -180,6 +180,12 @@ def _share(session: Session, rows: PlanRows, task: Task, decision: PlanDecision)
     task_writer.tell(session, task, "task.shares", decision.because, device=task.seat)
 
 
+def _charge(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
+    """Change what a second of the task costs, from its device's last report on (rule F1)."""
+    task_writer.move_task(session, task, Move.Charge)
+    task.cost_milli = rows.open[task.id].cost_milli = decision.cost
+
+
 def _pause(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, Move.Pause)
     _leaves(rows, task)
@@ -271,6 +277,7 @@ _DECIDED = {
     Move.Launch: _launch,
     Move.Splice: _splice,
     Move.Share: _share,
+    Move.Charge: _charge,
     Move.Pause: _pause,
     Move.Paused: tickets.let_go,
     Move.Finished: tickets.let_go,

@@ -166,8 +166,10 @@ _PROGRESS = text(
     ), mine as (
         select placements.id, told.*, placements.user_id, placements.tenant_id, placements.kind,
             placements.held_us as before_us, placements.charged_us as charged_before_us,
-            cast(trunc(cast(told.held_us as numeric) * placements.cost_milli / 1000) as bigint)
-                as charged_us
+            placements.charged_us - cast(
+                trunc(cast(placements.held_us as numeric) * placements.cost_milli / 1000)
+                - trunc(cast(told.held_us as numeric) * placements.cost_milli / 1000)
+                as bigint) as charged_us
         from told join tasks on tasks.id = told.task and tasks.epoch = told.epoch
             and tasks.seat = told.device and tasks.started_at is not null
             and tasks.resized_at is null and tasks.gang_id is null
