@@ -253,7 +253,8 @@ def test_a_free_device_is_taken_rather_than_a_held_one() -> None:
     [
         (0, 1.0),  # never below slice_min_s
         (100_000, 5.0),  # 0.1 s / 2 %
-        (10_000_000, 60.0),  # never above slice_max_s
+        (10_000_000, 500.0),
+        (20_000_000, 600.0),  # never above slice_max_s
     ],
 )
 def test_slice_is_so_long_that_switching_costs_at_most_its_share(

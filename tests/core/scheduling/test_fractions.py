@@ -141,7 +141,7 @@ def test_a_whole_task_takes_the_place_of_all_fractions_of_a_device() -> None:
 
 
 def test_a_whole_task_waits_until_all_fractions_of_a_device_had_a_slice() -> None:
-    drawn = island("a", queue="c", used={"a": 90}, tasks={"a": HALF})
+    drawn = island("a", queue="c", used={"a": 90}, tasks={"a": {**HALF, "cost": 500}})
     fresh = replace(
         drawn.tasks["a"], id="b", request="b", started_s=NOW_S - 0.1, launched_s=NOW_S - 0.1
     )
@@ -230,14 +230,14 @@ def test_a_whole_task_of_the_same_user_is_not_passed_for_ever() -> None:
     assert report.finished["whole"] < 28
 
 
-@pytest.mark.parametrize("choice", ["%500", "%100", "%900"])
-def test_fractions_get_their_share_beside_whole_tasks(choice: str) -> None:
-    """Usage evens out: half a device is charged half as much, and held twice as long."""
+@pytest.mark.parametrize(("choice", "filled"), [("%500", 1.0), ("%100", 0.4), ("%900", 0.9)])
+def test_fractions_get_their_share_beside_whole_tasks(choice: str, filled: float) -> None:
+    """Fractions pay for the part of the device that the whole tasks cannot use meanwhile."""
     report = play([*long("b", n=3), *long("a", choice, n=4)], 1, PLAIN, 120)
     waits = [report.waits_s[task] for task in report.waits_s if task.startswith("a")]
     assert len(waits) >= 1
     assert min(waits) < 5.0
-    assert report.device_s["a"] == pytest.approx(report.device_s["b"], rel=0.35)
+    assert report.device_s["a"] == pytest.approx(filled * report.device_s["b"], rel=0.35)
 
 
 def test_fractions_without_turns_let_a_whole_task_start() -> None:

@@ -81,6 +81,17 @@ def test_a_strategy_changes_device_time_by_less_than_a_hundredth(strategy: list[
     assert abs(gain(run(strategy))) < TOLD
 
 
+def test_starts_count_as_device_time() -> None:
+    """What is short beside its start holds the device for its start (rule F1)."""
+    mine, costs = work("a", 5000, work_s=0.05), Costs(start_s=3.0)
+    some = tenants("a", "b", "c")
+    report = simulate(
+        [*mine, *OTHERS], DEVICES, some, POLICY, costs=costs, until_s=UNTIL_S, checked=False
+    )
+    assert 0.9 * honest_s() < report.device_s["a"] < 1.02 * honest_s()
+    assert len(report.finished) * 3.05 == pytest.approx(report.device_s["a"], rel=0.02)
+
+
 def test_random_job_sizes_gain_nothing_either() -> None:
     dice = random.Random(5)
     works_s, widths = [0.1, 0.5, 1.0, 2.5, 30.0], [1, 1, 2, 3]
