@@ -35,9 +35,7 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay, stale_s
 
 WITHIN_S = 3600.0  # F7: in this time a gang gets what it is owed
-LOOKS = (
-    8  # checks in a minute, or in a shorter longest slice, of a gang that may not begin to wait yet
-)
+LOOKS = 8  # checks in a minute of a gang that may not begin to wait yet
 
 
 def waiting_gang(board: Board, kind: str) -> BoardTask | None:
