@@ -443,7 +443,8 @@ class World:
         run = self.runs[task.id]
         paused = says == Move.Paused
         run.step(self.now_us - (_us(self.costs.image_s) if paused else 0))
-        self._charge(task)
+        if run.held_from_us is not None:
+            self._charge(task)
         run.held_from_us, run.booked_us = None, 0
         if paused:
             self._park(task)
@@ -454,7 +455,7 @@ class World:
     def _free(self, task: str, devices: Iterable[str]) -> None:
         """Release devices, so that tasks that wait for them may take them."""
         for device in devices:
-            del self.seated[device][task]
+            self.seated.get(device, {}).pop(task, None)  # it is not there while it starts
         for device in devices:
             for follower in self.board.group(device):
                 self._take_seats(follower.task)

@@ -151,3 +151,18 @@ def test_a_fraction_gets_no_settings_of_the_device(session, task):
     preset = decode(order.body).preset
     assert "power_limit_w" not in preset
     assert preset["deterministic"] is True
+
+
+def test_a_changed_cost_counts_from_the_last_report_on_and_all_sums_agree(session, halves):
+    half, other = halves
+    beside = view(other, "running")
+    hear(session, residents=[view(half, "running", held_us=1_001), beside], **OFFERS)
+    decide(session, half, "Charge", devices=("h.0",), cost=1000)
+    placed = session.scalars(select(Placement).where(Placement.task_id == half.id)).one()
+    assert (half.state, half.cost_milli, placed.cost_milli) == ("running", 1000, 1000)
+    hear(session, residents=[view(half, "running", held_us=3_000), beside], **OFFERS)
+    decide(session, half, "Charge", devices=("h.0",), cost=333)
+    hear(session, residents=[view(half, "running", held_us=4_000), beside], **OFFERS)
+    charged_us = 1_001 // 2 + 1_999 + (4_000 * 333 // 1000 - 3_000 * 333 // 1000)
+    assert placed.charged_us == charged_us
+    assert _sums(session) == [charged_us] * 3

@@ -190,7 +190,7 @@ def test_paused_job_resumes_in_its_process(rig):
     rig.launch("t1", "jobs:Count", epoch=2, images=[rig.image(saved)])
     started = rig.event(Started, "t1", 2)
     assert (started.resumed, started.step) == ("resident", paused.step)
-    assert started.held_us == 0
+    assert started.held_us <= started.switch_us, "only what it took to begin"
     assert held_us == paused.held_us
     rig.steps("t1", paused.step + 3, epoch=2)
 
