@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from app.core.fairness.fair_tree import Lane
+from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import State
 from app.core.scheduling.board import Board
 from app.core.scheduling.stays import BoardStay
@@ -55,7 +55,7 @@ def _waits_for(board: Board, lane: Lane, device: str) -> bool:
     return suits and not pool.fits_beside(device, lane)
 
 
-def _is_anothers(board: Board, lane: Lane, leaves: set[object]) -> bool:
+def _is_anothers(board: Board, lane: Lane, leaves: set[Branch]) -> bool:
     """True if a task of the lane may start now, and is not of the only user on the device."""
     found = board.tree.first((lane,))
     if found is None:
