@@ -106,6 +106,16 @@ def transaction() -> Iterator[Session]:
         commit(session)
 
 
+def see_one_snapshot(session: Session) -> None:
+    """Let all queries that follow see the rows of one instant, so that their figures agree.
+
+    Call it before the first query, and only if nothing is written. A session on a connection of
+    its own is in a transaction already, and keeps it.
+    """
+    if isinstance(session.get_bind(), Engine):
+        session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+
+
 def commit(session: Session) -> None:
     """Commit, then call what was registered with `after_commit`."""
     session.commit()

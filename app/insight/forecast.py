@@ -49,6 +49,7 @@ from app.scheduling import gang_tickets
 LEARNED_S = 60.0  # age at which a history is read again
 HISTORY = timedelta(days=30)
 PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
+STARTS = 200  # newest placements that say how long a start takes
 TOLD = 2000  # most answers remembered until their tasks have started
 EVENTS = 600  # most tasks considered in the simulations for one answer; this takes about 2 ms
 _GANG = ""  # stands for the tenant of a gang that goes first
@@ -76,6 +77,7 @@ class Learned:
 
     read_s: float = 0.0
     history: History = field(default_factory=History)
+    start_s: float = 0.0  # median time from a launch to the first step
     calibration: Calibration = field(default_factory=Calibration)
     told: OrderedDict[str, tuple[Estimate, float]] = field(default_factory=OrderedDict)
 
@@ -83,6 +85,7 @@ class Learned:
         now_s = time.monotonic()
         if not self.read_s or now_s - self.read_s >= LEARNED_S:
             self.read_s, self.history = now_s, _history(session)
+            self.start_s = session.scalar(_START_S) or 0.0
             self._calibrate(session)
         return self
 
@@ -112,6 +115,20 @@ class Learned:
             if launched_at.timestamp() > at_s:
                 self.calibration.learn(told, launched_at.timestamp() - at_s)
                 del self.told[id]
+
+
+_NEWEST = (
+    select(Placement.launched_at, Placement.started_at)
+    .where(Placement.started_at.is_not(None), ~Placement.guest)
+    .order_by(Placement.id.desc())
+    .limit(STARTS)
+    .subquery()
+)
+_START_S = select(
+    func.percentile_cont(0.5).within_group(
+        func.extract("epoch", _NEWEST.c.started_at - _NEWEST.c.launched_at)
+    )
+)
 
 
 def _history(session: Session) -> History:
@@ -196,7 +213,7 @@ def start(
     if gang:
         lines[_GANG] = TenantLine(score_s=-math.inf, tasks=[WaitingTask(who=((),), width=gang)])
     found = estimator.starts_in(
-        _scene(board, task, lines, on_devices),
+        _scene(board, task, lines, on_devices, start_s=learned.start_s),
         board.leaf(task).top.name,
         before,
         learned.history,
@@ -238,6 +255,8 @@ def _scene(
     task: BoardTask,
     lines: dict[str, TenantLine],
     on_devices: Sequence[AnyRow],
+    *,
+    start_s: float,
 ) -> Scene:
     pool = board.pools.get(task.kind)
     return Scene(
@@ -246,6 +265,7 @@ def _scene(
         lines=lines,
         slice_s=slice_us(board.policy, task) / 1e6 if board.policy.turns else math.inf,
         fresh_s=board.policy.fresh_s,
+        start_s=start_s,
         half_life_s=board.policy.half_life_s,
     )
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,6 +37,9 @@ def mount(app: FastAPI) -> None:
     for router in routers():
         app.include_router(router)
     app.add_exception_handler(views.NotSignedIn, views.to_sign_in)
+    for failure in (HTTPException, OperationalError, InterfaceError, PoolTimeout, Exception):
+        answer = app.exception_handlers[failure]
+        app.add_exception_handler(failure, views.for_browsers(answer))
     for kind in (AppError, RequestValidationError):
         app.add_exception_handler(kind, views.refused)
     app.add_middleware(ContentPolicy)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -39,7 +40,7 @@ from app.core.model.phase import Phase
 from app.core.model.provisions import network_policy
 from app.core.model.provisions.mounts import IMAGE
 from app.data import datablocks, mounts
-from app.db import tenant_tree
+from app.db import tenant_tree, transactions
 from app.db.transactions import Db, transaction
 from app.errors import AppError, BadInput, NotFound, Unauthenticated
 from app.identity import audit
@@ -158,6 +159,7 @@ def to_home() -> Response:
 
 @router.get(HOME)
 def overview(request: Request, session: Db, caller: Visitor, window: str = "15m") -> Response:
+    transactions.see_one_snapshot(session)
     now = reports.clock(session)
     tenant = None if caller.sees_all else caller.tenant_id
     shares = reports.fair_share(session, now)
@@ -413,22 +415,52 @@ def answered(
     return answer
 
 
+Answer = Callable[[Request, Any], Any]
+
+
+def for_browsers(answer: Answer) -> Answer:
+    """Wrap an answer to errors, so that a browser that asked for a page is shown one."""
+
+    def shown(request: Request, error: Exception) -> Response:
+        problem: Response = answer(request, error)
+        told = json.loads(bytes(problem.body))
+        said = told["detail"].rstrip(".")
+        if told["status"] >= 500:
+            said += f". Try again; if it goes on, tell an administrator: {told['request_id']}"
+        page = _error_page(request, told["title"], f"{said}.", told["status"])
+        if page is None:
+            return problem
+        for name in ("Allow", "Retry-After", "X-Request-ID"):
+            if name in problem.headers:
+                page.headers[name] = problem.headers[name]
+        return page
+
+    return shown
+
+
 def refused(request: Request, error: Exception) -> Response:
-    """Show an error of a page or a form: as a page or, for htmx, above the present page."""
+    """Show an error of a page or a form to a browser, and a problem to others."""
     said = problems.bad_input(error) if isinstance(error, RequestValidationError) else error
     assert isinstance(said, AppError)
+    problem = problems.of_error(request, said)
+    return _error_page(request, said.title, said.detail, said.status) or problem
+
+
+def _error_page(request: Request, heading: str, said: str, status: int) -> Response | None:
+    """Return an error as a page or, for htmx, above the present page; None if no page is wanted."""
     caller = getattr(request.state, "caller", None)
-    if caller is None or not request.url.path.startswith(HOME):
-        return problems.of_error(request, said)
-    context = {"heading": said.title, "said": f"{said.detail[0].upper()}{said.detail[1:]}"}
+    is_browser = caller is not None or "text/html" in request.headers.get("accept", "")
+    if not is_browser or not request.url.path.startswith(HOME):
+        return None
+    context = {"heading": heading, "said": f"{said[0].upper()}{said[1:]}"}
     if request.method == "POST" and "hx-request" in request.headers:
-        answer = templates.TemplateResponse(
-            request, "refused.html", context, status_code=said.status
-        )
+        answer = templates.TemplateResponse(request, "refused.html", context, status_code=status)
         answer.headers.update({"HX-Retarget": "#told", "HX-Reswap": "innerHTML"})
         return answer
     back = request.url.path if request.method == "POST" else ""
-    return page(request, "message.html", caller, status=said.status, back=back, **context)
+    if caller is None:
+        return templates.TemplateResponse(request, "problem.html", context, status_code=status)
+    return page(request, "message.html", caller, status=status, back=back, **context)
 
 
 # --- live ---------------------------------------------------------------------------------------

@@ -280,7 +280,8 @@ class Scene:
 
     With `slice_s` tasks take turns of at least that length (rule F8); without it they run to their
     end. A task that held its devices for `fresh_s` gives way to its tenant's fresh tasks, too.
-    `half_life_s` is the half-life of usage (rule F2; 0: it never fades).
+    `start_s` is the time from a launch to the first step. `half_life_s` is the half-life of usage
+    (rule F2; 0: it never fades).
     """
 
     free: int
@@ -288,6 +289,7 @@ class Scene:
     lines: Mapping[str, TenantLine]
     slice_s: float = math.inf
     fresh_s: float = 0.0
+    start_s: float = 0.0
     half_life_s: float = 0.0
 
 
@@ -739,7 +741,8 @@ class _SimulatedRun:
         self.starts += 1
         if self.starts % GROWN_AFTER == 0:
             self.slice_s *= 2
-        self._sit(_Stay(side.name, task.width, self.now_s, self.now_s + left_s))
+        began_s = self.now_s + self.cast.scene.start_s
+        self._sit(_Stay(side.name, task.width, began_s, began_s + left_s))
         side.score_s += min(left_s, self.slice_s) * task.width / side.weight * self._grown()
         return False
 

@@ -6,9 +6,10 @@ import json
 import time
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import func, select, text
 
 from app.db import transactions
+from app.db.models import Island
 from app.db.transactions import after_commit, commit, transaction
 
 BACKEND = text("select pg_backend_pid()")
@@ -84,3 +85,15 @@ def test_json_column_with_more_digits_than_python_parses_is_read_as_text(committ
     with transaction() as session:
         read = session.scalar(text("select cast(:it as jsonb)"), {"it": f"[{'7' * 5000}, 1]"})
     assert read == [f"{'7' * 20}… (5000 digits)", 1]
+
+
+def test_queries_of_one_snapshot_do_not_see_later_commits(committed):
+    count = select(func.count()).select_from(Island)
+    with transactions.transaction() as reads:
+        transactions.see_one_snapshot(reads)
+        before = reads.scalar(count)
+        with transactions.transaction() as writes:
+            writes.add(Island(name="late"))
+        assert reads.scalar(count) == before
+    with transactions.transaction() as reads:
+        assert reads.scalar(count) == before + 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy.exc import OperationalError
 
 from app.api.access import auth
 from app.db.transactions import transaction
@@ -22,3 +24,64 @@ def test_page_of_a_request_with_many_tasks_says_how_many_are_left_out(app, red, 
     assert f'href="/v1/tasks?request_id={made["id"]}"' in page
     assert ">train-1 <" in page
     assert ">train-2 <" not in page
+
+
+AS_A_BROWSER = {"Accept": "text/html,application/xhtml+xml"}
+
+
+@pytest.fixture
+def browser(app, world):
+    with transaction() as its:
+        _, cookie = auth.sign_in(its, world.keys["red.member"])
+    return TestClient(app, cookies={auth.COOKIE: cookie}, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("year 60020 is out of range"), 500, "Internal error. Try again"),
+        (OperationalError("select 1", {}, Exception()), 503, "The database does not answer. Try"),
+    ],
+)
+def test_browser_is_shown_a_page_for_an_error_of_the_service(
+    browser, monkeypatch, error, status, said
+):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(views.reports, "queue", fail)
+    for path in ("/ui/", "/ui/queue"):
+        shown = browser.get(path, headers=AS_A_BROWSER)
+        assert (shown.status_code, shown.headers["content-type"]) == (
+            status,
+            "text/html; charset=utf-8",
+        )
+        assert said in shown.text
+        assert shown.headers["x-request-id"] in shown.text
+        assert "60020" not in shown.text
+    told = browser.get("/v1/queue", headers=AS_A_BROWSER)
+    assert told.headers["content-type"] == "application/problem+json"
+
+
+def test_browser_without_a_session_is_shown_a_page_too(app, monkeypatch):
+    def fail(*_, **__):
+        raise OperationalError("select 1", {}, Exception())
+
+    monkeypatch.setattr(views, "caller_of_cookie", fail)
+    client = TestClient(app, cookies={auth.COOKIE: "x"}, raise_server_exceptions=False)
+    shown = client.get("/ui/", headers=AS_A_BROWSER)
+    assert (shown.status_code, shown.headers["retry-after"]) == (503, "2")
+    assert "<h1>" in shown.text
+    assert client.get("/ui/").headers["content-type"] == "application/problem+json"
+
+
+def test_address_that_is_unknown_is_a_page_for_a_browser(browser):
+    shown = browser.get("/ui/nowhere/at/all", headers=AS_A_BROWSER)
+    assert (shown.status_code, "<h1>" in shown.text) == (404, True)
+
+
+def test_overview_reads_all_its_figures_from_one_snapshot(browser, monkeypatch):
+    asked = []
+    monkeypatch.setattr(views.transactions, "see_one_snapshot", asked.append)
+    assert browser.get("/ui/", headers=AS_A_BROWSER).status_code == 200
+    assert len(asked) == 1

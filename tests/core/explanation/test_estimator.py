@@ -263,6 +263,11 @@ def test_fresh_task_takes_the_place_of_its_tenants_settled_task():
     assert wait_s(scene, place=1) == 40
 
 
+def test_time_that_starts_take_delays_what_is_behind_them():
+    lines = {"a": line(0, queued(1, 10), queued(1, 10), queued(1, 9))}
+    assert wait_s(Scene(free=1, held=[], lines=lines, start_s=5), place=2) == 30
+
+
 def test_gang_that_too_few_tasks_give_way_to_waits_for_one_to_end():
     running = [held("b", 1, 100_000, 500, turn_s=70), held("a", 1, 90)]
     lines = {"a": line(0, queued(2, 9)), "b": line(1000)}
