@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from app.cli import credentials, replay_svg
 from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.tables import Column, Output, err, facts, show, table
+from app.core.fairness.fair_tree import ALL
 from app.core.fairness.usage_decay import half_life
 from app.core.model.snapshot import TIERS, BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Costs, InvariantBroken
@@ -137,6 +138,7 @@ def setup_of(trace: Trace, asked: SimulateOptions) -> Setup:
             "KIND=N,..."
         )
         raise typer.BadParameter(told)
+    _check_kinds(asked, devices)
     pause_s = SWITCH_S if asked.pause_s is None else asked.pause_s
     resume_s = SWITCH_S if asked.resume_s is None else asked.resume_s
     slice_s = asked.slice_s or max(1.0, (pause_s + resume_s) / Policy().switch_share)
@@ -150,6 +152,16 @@ def setup_of(trace: Trace, asked: SimulateOptions) -> Setup:
         costs=Costs(image_s=pause_s, resume_s=resume_s, resize_s=asked.resize_s),
         until_s=until_s,
     )
+
+
+def _check_kinds(asked: SimulateOptions, devices: Collection[str]) -> None:
+    """Refuse a guarantee or a limit of a kind of which there are no devices."""
+    for option, given in (("--guarantee", asked.guarantees), ("--limit", asked.limits)):
+        named = {kind for kinds in given.values() for kind in kinds}
+        if strangers := sorted(named.difference(devices, [ALL] if option == "--limit" else ())):
+            raise typer.BadParameter(
+                f"{option}: there are no {strangers[0]} devices; the kinds are {', '.join(devices)}"
+            )
 
 
 def opened(source: Path, *, kind: str, tier: str, expected: bool) -> Trace:

@@ -36,6 +36,7 @@ from app.core.model.device_choice import WHOLE_MILLI, choice_in
 Item = TypeVar("Item")
 Path = tuple[str, ...]
 
+MOST_US = 2.0**512  # far more than any usage
 ALL = "*"  # key of a limit on devices of all kinds together
 
 
@@ -457,9 +458,13 @@ class FairTree(Generic[Item]):
     def _now_us(self, faded: int) -> float:
         """Return how many decayed device-microseconds a faded sum is worth now; 0 if all has faded.
 
-        Both integers may be far larger than any float; their quotient is not.
+        Both integers may be far larger than any float; their quotient is not, unless the clock was
+        set back by many half-lives after the charges. Then the usage counts as MOST_US.
         """
-        return (faded << max(0, -self._doublings)) / (self._mantissa << max(0, self._doublings))
+        amount, unit = faded << max(0, -self._doublings), self._mantissa << max(0, self._doublings)
+        if abs(amount) >= int(MOST_US) * unit:
+            return MOST_US if amount > 0 else -MOST_US
+        return amount / unit
 
     def charge(self, branch: Branch, faded: int) -> None:
         """Book usage to the branch and those above it; a negative charge is a refund."""

@@ -450,6 +450,9 @@ class World:
             self._park(task)
         else:
             self._finish(task)
+        if task.started_s is None:  # only the ledger knows what the start has held
+            user = self.users[task.user]
+            self.board.set_user(replace(user, faded_us=self._faded[task.user]))
         self._free(task.id, task.holds)
 
     def _free(self, task: str, devices: Iterable[str]) -> None:
@@ -491,6 +494,8 @@ class World:
                 self.now_us, run.arrival.counted_for, len(before.seats), _milli(before)
             )
             run.booked_us += held_us
+            now = self.tasks[before.id]
+            self.board.set_task(changed(now, held_us=run.booked_us, accrued_us=0))
 
     def _splice(self, before: BoardTask, task: BoardTask, cost: int) -> None:
         """Have the task stop at a safe point and go on with its new devices."""

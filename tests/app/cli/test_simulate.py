@@ -73,6 +73,13 @@ def test_weights_and_quotas_are_applied(run: Run, trace: Path) -> None:
     assert {t["tenant"]: t["weight"] for t in replayed["tenants"]} == {"a": 1.0, "b": 3.0}
 
 
+@pytest.mark.parametrize("option", ["--guarantee", "--limit"])
+def test_quota_of_a_kind_without_devices_is_refused(run: Run, trace: Path, option: str) -> None:
+    result = run(trace, "-d", 2, option, "a=cpu:1")
+    assert result.exit_code == 2
+    assert "there are no cpu devices; the kinds are cuda" in " ".join(result.output.split())
+
+
 def test_table_says_what_it_counts(run: Run, trace: Path) -> None:
     result = run(trace, "-d", "cuda=1", "--policy", "fifo", "-o", "wide")
     assert result.exit_code == 0, result.output

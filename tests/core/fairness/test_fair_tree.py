@@ -831,3 +831,21 @@ def test_unheard_time_ends_with_the_lease_or_the_next_process(now_s, lease_ends_
 def test_unheard_time_is_never_negative():
     clock = {"now_s": 99.0, "heard_s": 100.0, "lease_ends_s": 115.0}
     assert usage_decay.unheard_us(**clock, lease_s=15.0) == 0
+
+
+@pytest.mark.parametrize("half_life_s", [1.0, 600.0, 604_800.0])
+@pytest.mark.parametrize("back_s", [1e6, 1e8])
+def test_clock_that_is_set_back_by_many_half_lives_overflows_nothing(
+    half_life_s: float, back_s: float
+) -> None:
+    tree: FairTree[str] = FairTree(half_life_s=half_life_s, since_s=2e9)
+    for name in ("a", "b"):
+        tree.add((name,))
+    one, other = tree.branches["a",], tree.branches["b",]
+    tree.at(2e9 + 100)
+    tree.charge(one, tree.faded(10**9))
+    tree.accrue(one, 1000)
+    tree.at(2e9 - back_s)
+    for each in (tree.overtakes_s(one, other, 10**9), tree.overtakes_s(other, one, 10**9)):
+        assert not math.isnan(each)
+    assert tree.accrued_s(one.faded) >= tree.now_s

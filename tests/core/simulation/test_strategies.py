@@ -145,7 +145,7 @@ class Cheat(World):
         self.again = [(at_us, task) for at_us, task in self.again if at_us > self.now_us]
         for id in due:
             task = self.tasks.get(id)
-            if task is not None and task.state == "running":
+            if task is not None and task.state in ("starting", "running"):
                 getattr(self, f"_{self.how}")(task)
         for task in list(self.tasks.values()):
             if task.conditions.hold and task.state in ("waiting", "blocked"):
@@ -169,3 +169,11 @@ def test_holding_or_cancelling_and_resubmitting_gains_nothing(how: str, each_s: 
     moves = [line.decision.move for line in report.timeline if line.decision.task[0] == "a"]
     assert len(moves) > 100  # it did interfere
     assert abs(gain(report)) < TOLD
+
+
+def test_cancelling_while_it_starts_gains_nothing() -> None:
+    """What a start has held stays charged, though the task never had a turn (rule F1)."""
+    report = Cheat(work("a", 4), costs=Costs(start_s=2.0), each_s=1.9, how="cancel").play()
+    cancels = [line for line in report.timeline if line.decision.move == Move.Cancel]
+    assert len(cancels) > 100
+    assert gain(report) < 0.02
