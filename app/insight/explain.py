@@ -46,6 +46,7 @@ from app.core.scheduling.reclaim.preemption import above
 from app.db import gc_freeze, transactions
 from app.db.lines import IN_LINE
 from app.db.models import Island, Placement
+from app.db.models import Request as RequestRow
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
 from app.db.transactions import AnyRow, AnySelect
@@ -565,8 +566,9 @@ class _Answer:
         seen: dict[Any, Blockers] = {}
         found = {}
         waiting: list[tuple[BoardTask, tuple[Reason, ...], int, Estimate | Unknown | None]] = []
+        names = self._names_of_needed()
         for task in self.tasks.values():
-            reasons = (*here, *says.start(task, now_s=self.now_s))
+            reasons = (*here, *says.start(task, now_s=self.now_s, names=names.get(task.id, {})))
             if task.state != State.waiting:
                 found[task.id] = _why(reasons or (says.not_looked_at(),))
                 continue
@@ -584,6 +586,28 @@ class _Answer:
             start = None if isinstance(told, Estimate) else told
             found[task.id] = _why(reasons, place, starts.get(task.id, start))
         return found
+
+    def _names_of_needed(self) -> dict[str, dict[str, str]]:
+        """Return the names of the tasks that each task waits for, by id; of another request with
+        its name.
+        """
+        needs = {task.id: set(task.conditions.waits_for) for task in self.tasks.values()}
+        wanted = set().union(*needs.values()) if needs else set()
+        if not wanted:
+            return {}
+        query = select(TaskRow.id, TaskRow.name, TaskRow.request_id, RequestRow.name).join(
+            RequestRow, RequestRow.id == TaskRow.request_id
+        )
+        rows = self.session.execute(query.where(TaskRow.id == func.any(sorted(wanted)))).all()
+        return {
+            id: {
+                row[0]: row[1] if row[2] == self.tasks[id].request else f"{row[1]} of {row[3]}"
+                for row in rows
+                if row[0] in needed
+            }
+            for id, needed in needs.items()
+            if needed
+        }
 
     def _starts(
         self, told: Iterable[tuple[BoardTask, int, Estimate | Unknown | None]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any
@@ -48,11 +48,44 @@ def figure(value: Any) -> str:
     return str(value)[:40]
 
 
-def value(given: Any) -> str:
-    """Format a changed value as the audit log keeps it."""
+# how the audit log's columns are written: by the unit at the end of their names
+_UNITS: dict[str, Callable[[float], str]] = {
+    "_milli": lambda value: f"{value / 1000:g}",
+    "_bytes": lambda value: units.size(int(value)),
+    "_us": lambda value: units.duration(value / 1e6),
+    "_s": units.duration,
+}
+_UNTOLD = ("carried",)  # usage in a form that only the scheduler reads
+
+
+def changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], names: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Return what an entry of the audit log changed, as a name and a text; `names` are of ids."""
+    found = []
+    for column in after or before:
+        if column in _UNTOLD or not (before.get(column) or after.get(column)):
+            continue
+        unit = next((unit for unit in _UNITS if column.endswith(unit)), "")
+        sides = [value(side[column], unit, names) for side in (before, after) if column in side]
+        word = column.removesuffix(unit).removesuffix("_id").replace("_", " ")
+        found.append((word, " → ".join(sides)))
+    return found
+
+
+def value(given: Any, unit: str, names: Mapping[str, str]) -> str:
+    """Format a changed value of the audit log; numbers with their unit, tenants by name."""
     if given is None or given in ([], {}, ""):
         return "nothing"
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    if isinstance(given, bool):
+        return "yes" if given else "no"
+    if unit and isinstance(given, int | float):
+        return _UNITS[unit](given)
+    if isinstance(given, str):
+        return names.get(given, given)
+    if isinstance(given, list):
+        return ", ".join(value(one, "", names) for one in given)
+    return json.dumps(given, ensure_ascii=False)
 
 
 def utc(at: datetime) -> str:
@@ -210,6 +243,15 @@ def next_start(queue: Sequence[Queued]) -> Start | None:
 def by_place(queue: Sequence[Queued]) -> list[Queued]:
     """Sort by expected start; tasks without a place come last, the oldest first."""
     return sorted(queue, key=lambda item: (item.place is None, item.place or 0, item.id))
+
+
+def own_reasons_first(queue: Sequence[Queued]) -> list[Queued]:
+    """Put the reasons first that the fewest of these tasks share; the others keep their order."""
+    shared = Counter(reason["message"] for item in queue for reason in item.reasons)
+    return [
+        replace(item, reasons=tuple(sorted(item.reasons, key=lambda one: shared[one["message"]])))
+        for item in queue
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ templates.env.filters.update(
     breakable=lambda code: Markup(str(escape(code)).replace("_", "_<wbr>")),
     utc=charts.utc,
     told_at=lambda written: charts.utc(datetime.fromisoformat(written)),
-    value=charts.value,
+    changes=charts.changes,
 )
 
 
@@ -166,7 +166,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
     mine = next((share for share in shares if share.id == tenant), None)
     below = caller.role == "tenant_admin"
     read = reports.queue(session, tenant, below=below, limit=QUEUE_READ + 1)
-    queue = charts.by_place(read[:QUEUE_READ])
+    queue = charts.own_reasons_first(charts.by_place(read[:QUEUE_READ]))
     waiting = mine.waiting if mine else sum(s.waiting for s in shares if not s.depth)
     running = reports.running(session, tenant)
     devices = reports.devices(session, tenant, now)
@@ -217,7 +217,7 @@ def show_queue(request: Request, session: Db, caller: Visitor, after: str = "") 
         caller,
         now=reports.clock(session),
         section="overview",
-        queue=charts.by_place(found[:limit]),
+        queue=charts.own_reasons_first(charts.by_place(found[:limit])),
         after=found[limit - 1].id if len(found) > limit else "",
     )
 

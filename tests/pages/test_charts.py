@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,11 +13,13 @@ from app.pages.charts import (
     about,
     breakdown,
     by_place,
+    changes,
     curve_charts,
     figure,
     folded,
     next_start,
     not_numbers,
+    own_reasons_first,
     queued_words,
     sparkline,
     time_line,
@@ -174,6 +177,29 @@ def test_queue_is_in_order_of_places_with_the_first_start():
     assert queued_words(queue, 4000) == "4,000 queued"
     assert next_start(queue).p50_s == 9.0
     assert next_start([queued(1)]) is None
+
+
+def test_reason_that_is_a_tasks_own_comes_first():
+    def waiting(place, *messages):
+        return replace(queued(place), reasons=tuple({"message": each} for each in messages))
+
+    queue = [waiting(1, "busy"), waiting(2, "busy", "limit"), waiting(3, "busy", "served", "older")]
+    first = [[one["message"] for one in item.reasons] for item in own_reasons_first(queue)]
+    assert first == [["busy"], ["limit", "busy"], ["served", "older", "busy"]]
+
+
+def test_changes_of_the_audit_log_have_units_and_names():
+    before = {"weight_milli": 1000, "carried": 5, "parent_id": "ten_1", "idle_pause_s": None}
+    after = {"weight_milli": 3000, "carried": 9, "parent_id": "ten_2", "idle_pause_s": 1800}
+    assert changes(before, after, {"ten_1": "root", "ten_2": "vision"}) == [
+        ("weight", "1 → 3"),
+        ("parent", "root → vision"),
+        ("idle pause", "nothing → 30m 00s"),
+    ]
+    assert changes({}, {"cordoned": True, "events": ["a", "b"]}, {}) == [
+        ("cordoned", "yes"),
+        ("events", "a, b"),
+    ]
 
 
 def happened(*types, task="t"):

@@ -11,7 +11,7 @@ change is the smallest one that ends this reason; other reasons may remain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -20,6 +20,8 @@ from app.core.model.device_fraction import told_fraction
 from app.core.model.provisions import session
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
 from app.core.units import counted
+
+NO_NAMES: Mapping[str, str] = {}
 
 #: Every code, with the next action: "wait", "change_request" or "ask_admin".  The codes are in the
 #: order in which the reasons have to end (`nearest`).
@@ -211,12 +213,17 @@ def nearest(reasons: Sequence[Reason]) -> Reason | None:
 # --- start conditions ---------------------------------------------------------------------------
 
 
-def unmet_conditions(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
-    """Return why the task may not start yet; empty if all its start conditions hold."""
-    return tuple(_unmet_conditions(task, now_s))
+def unmet_conditions(
+    task: BoardTask, *, now_s: float, names: Mapping[str, str] = NO_NAMES
+) -> tuple[Reason, ...]:
+    """Return why the task may not start yet; empty if all its start conditions hold.
+
+    `names` are those of the tasks that it waits for, by id.
+    """
+    return tuple(_unmet_conditions(task, now_s, names))
 
 
-def _unmet_conditions(task: BoardTask, now_s: float) -> Iterator[Reason]:
+def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -> Iterator[Reason]:
     conditions = task.conditions
     release = Change(action="release")
     if conditions.hold == "user":
@@ -229,10 +236,11 @@ def _unmet_conditions(task: BoardTask, now_s: float) -> Iterator[Reason]:
         told = "Paused by an administrator."
         yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
     if conditions.waits_for:
-        names = ", ".join(conditions.waits_for[:5])
+        needed = [named.get(id, "another task") for id in conditions.waits_for[:5]]
+        names = ", ".join(dict.fromkeys(needed))
         more = len(conditions.waits_for) - 5
         told = f"Needs {names}{f' and {more} more' if more > 0 else ''} to be done first."
-        first = f"{conditions.waits_for[0]} is done"
+        first = f"{needed[0]} is done"
         change = Change(action="wait_for_tasks", value=conditions.waits_for)
         yield _reason("DEPENDENCY", told, first, change)
     if conditions.not_before_s is not None and conditions.not_before_s > now_s:
@@ -260,9 +268,11 @@ def _by_terms(terms: Terms) -> Iterator[Reason]:
         yield _reason("GANG_WANTS_NONE", told, "its gang waits for devices again", change)
 
 
-def start(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
+def start(
+    task: BoardTask, *, now_s: float, names: Mapping[str, str] = NO_NAMES
+) -> tuple[Reason, ...]:
     """Return all conditions that are not met yet and that must be before the task may start."""
-    return unmet_conditions(task, now_s=now_s) + backoff(task, now_s=now_s)
+    return unmet_conditions(task, now_s=now_s, names=names) + backoff(task, now_s=now_s)
 
 
 def backoff(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:

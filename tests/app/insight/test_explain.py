@@ -597,6 +597,21 @@ class TestEstimate:
         assert found[own.id].estimate.p50_s > 30
 
 
+def test_task_is_told_the_names_of_the_tasks_that_it_needs(session, scenery):
+    a = scenery.tenant("a")
+    needed = scenery.task(a, name="prep")
+    task = scenery.task(a, "blocked", name="train")
+    scenery.add(Need(task_id=task.id, needs_id=needed.id))
+    [reason] = explain.explain(session, [task])[task.id].reasons
+    assert reason["message"] == "Needs prep of request of prep to be done first."
+    assert reason["change"]["value"] == [needed.id]
+    needed.request_id = task.request_id
+    needed.ordinal = 1
+    session.flush()
+    [reason] = explain.explain(session, [task])[task.id].reasons
+    assert reason["message"] == "Needs prep to be done first."
+
+
 def test_all_tasks_of_a_page_are_explained_with_one_board(session, scenery):
     a = scenery.tenant("a")
     scenery.device("d0")
