@@ -13,6 +13,7 @@ from fastapi import Body
 from pydantic import WithJsonSchema
 
 from app.core.model.descriptor import OWN_PROCESS
+from app.core.model.fields import parser_of
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
@@ -51,7 +52,7 @@ def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[st
     return {
         "type": "object",
         "properties": {
-            name: shown if name in required else _or_null(shown)
+            name: shown if name in required else _or_null(_with_units(name, shown))
             for name, shown in properties.items()
         },
         "additionalProperties": False,
@@ -69,7 +70,17 @@ def _or_null(shown: dict[str, Any]) -> dict[str, Any]:
         return {"anyOf": [shown, {"type": "null"}]}
     if "anyOf" in shown:
         return {**shown, "anyOf": [*shown["anyOf"], {"type": "null"}]}
-    return {**shown, "type": [shown["type"], "null"]}
+    types = shown["type"] if isinstance(shown["type"], list) else [shown["type"]]
+    return {**shown, "type": [*types, "null"]}
+
+
+def _with_units(name: str, shown: dict[str, Any]) -> dict[str, Any]:
+    """Let a number with a unit in its name be a text with a unit, too."""
+    if parser_of(name) is None or shown.get("type") not in ("integer", "number"):
+        return shown
+    example = "16GB" if name.endswith("_bytes") else "4h"
+    told = f"{shown['description']}; or a text such as `{example}`"
+    return {**shown, "type": [shown["type"], "string"], "description": told}
 
 
 def _texts(description: str) -> dict[str, Any]:

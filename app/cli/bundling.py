@@ -14,7 +14,7 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -84,9 +84,10 @@ class PackedBundle:
         return sorted(self.files, key=lambda file: -file[1])[:count]
 
 
-def bundle_folder(folder: Path) -> PackedBundle:
-    """Zip all of the folder except ignored files and files that may be secret; raises
-    UnreadablePath.
+def bundle_folder(folder: Path, more: Mapping[str, bytes] | None = None) -> PackedBundle:
+    """Zip all of the folder except ignored files and files that may be secret, and `more` files.
+
+    Raises UnreadablePath.
     """
     if not folder.is_dir():
         raise UnreadablePath(f"{folder}: no such folder")
@@ -95,7 +96,7 @@ def bundle_folder(folder: Path) -> PackedBundle:
     files = sorted(_files(folder, wanted, withheld))
     if not files:
         raise UnreadablePath(f"{folder}: no files to send (are all of them ignored?)")
-    body = _zip(folder, files, _empty_folders(folder, wanted))
+    body = _zip(folder, files, _empty_folders(folder, wanted), more or {})
     return PackedBundle(
         folder=folder,
         body=body,
@@ -199,7 +200,7 @@ def _must_lie_inside(path: Path, root: Path) -> None:
         raise UnreadablePath(f"{path}: not a regular file; list it in {IGNORE_FILE}")
 
 
-def _zip(folder: Path, names: list[str], empty: list[str]) -> bytes:
+def _zip(folder: Path, names: list[str], empty: list[str], more: Mapping[str, bytes]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in names:
@@ -210,6 +211,10 @@ def _zip(folder: Path, names: list[str], empty: list[str]) -> bytes:
                 0o100755 if os.access(folder / name, os.X_OK) else 0o100644
             ) << 16
             archive.writestr(entry, (folder / name).read_bytes())
+        for name in sorted(more.keys() - set(names)):
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.create_system, entry.external_attr = 3, 0o100644 << 16
+            archive.writestr(entry, more[name])
         for name in empty:
             entry = zipfile.ZipInfo(f"{name}/", _EPOCH)
             entry.create_system, entry.external_attr = 3, 0o40755 << 16

@@ -441,7 +441,9 @@ _NO_NETWORK = (
 _HINTS = (
     (
         "ModuleNotFoundError: No module named",
-        "A task finds its own files and the packages that the service was installed with.",
+        "A task finds its own files and the packages that the service was installed with. To bring "
+        "others, name them in requirements.txt or pyproject.toml of its folder, and submit it with "
+        "--environment FILE.",
     ),
     ("Temporary failure in name resolution", _NO_NETWORK),
     ("Network is unreachable", _NO_NETWORK),

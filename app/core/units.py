@@ -1,6 +1,30 @@
-"""Formats times and sizes, the same way in pages, CLI and messages."""
+"""Formats times and sizes, the same way in pages, CLI and messages, and reads those of people."""
 
 from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) *(?:([kmgtp])(i?)b?|b)", re.IGNORECASE)
+_TIMES = re.compile(r"(?:\d{1,15}(?:\.\d{1,9})? *(?:ms|[smhdw]) *)+", re.IGNORECASE)
+_TIME = re.compile(r"(\d+(?:\.\d+)?) *(ms|[smhdw])", re.IGNORECASE)
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as "16GB" (of 1000s) or "1.5 GiB" (of 1024s); raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError('a size such as "16GB" or "1.5GiB"')
+    power = " kmgtp".index((found[2] or " ").lower())
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as "4h", "90m" or "1h 30m"; raises ValueError."""
+    if not _TIMES.fullmatch(text.strip()):
+        raise ValueError('a duration such as "4h", "1h30m" or "45s"')
+    parts = _TIME.findall(text)
+    return float(sum(float(number) * _SECONDS[unit.lower()] for number, unit in parts))
 
 
 def duration(seconds: float) -> str:

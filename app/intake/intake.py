@@ -57,6 +57,7 @@ from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
 from app.settings import settings
 
+TYPES_WITHOUT_PRESET = ("default", "train")  # a device's default preset is meant
 LISTED = 10  # most entry points that a message names
 MAX_DATABLOCKS = 10_000  # per request; one query takes at most 65,535 values
 _SORT_OF = {"job": "class", "function": "function"}
@@ -234,6 +235,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         *_secret_faults(session, owner, descriptor),
         *_tier_faults(descriptor.tier, facts.path),
         *_notify_faults(descriptor),
+        *_type_faults(descriptor, facts.preset_types),
     ]
     more += _network_faults(descriptor, facts.path)
     more += mounts.faults(session, descriptor, [tenant.id for tenant in facts.path])
@@ -246,23 +248,20 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     descriptor, uncut = graphs.cut(graphs.named(descriptor, sent), sent, facts.offers)
     if uncut:
         raise _refused(BadInput, uncut)
-    notes = _notes(descriptor, facts.preset_types)
-    return Checked(descriptor, begun, sent, taken, notes, environment)
+    return Checked(descriptor, begun, sent, taken, [], environment)
 
 
-def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
-    """Return a sentence for each unknown task type with a name close to a type that has a
-    preset.
-    """
+def _type_faults(descriptor: Descriptor, preset_types: Sequence[str]) -> Iterator[Fault]:
+    """Yield a fault for each unknown task type with a name close to a type that has a preset."""
     known = [name for name in preset_types if name != "*"]
-    unknown = {task.type for task in descriptor.tasks} - {*known, "default"}
-    near = ((name, near_name(name, known)) for name in sorted(unknown))
-    return [
-        f"No preset has the type {name!r}, so the device's default preset is used. "
-        f"Did you mean {meant!r}?"
-        for name, meant in near
-        if meant
-    ]
+    meant = {
+        name: near_name(name, known)
+        for name in {task.type for task in descriptor.tasks} - {*known, *TYPES_WITHOUT_PRESET}
+    }
+    for n, task in enumerate(descriptor.tasks):
+        if near := meant.get(task.type):
+            told = f"no preset has the type {task.type!r}; did you mean {near!r}?"
+            yield Fault(f"/tasks/{n}/type", told, "unknown-type")
 
 
 def _best_tier(path: Sequence[tenant_tree.OnPath]) -> str:

@@ -2,7 +2,39 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.units import age, counted, duration, size
+from app.core.units import age, counted, duration, parse_bytes, parse_seconds, size
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("16GB", 16_000_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("512 B", 512),
+        ("64M", 64_000_000),
+        ("64Mi", 64 * 2**20),
+        (" 2tb ", 2 * 10**12),
+    ],
+)
+def test_size_with_a_unit_is_read(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("4h", 14400), ("1h 30m", 5400), ("1.5h", 5400), ("2d", 172800), ("500ms", 0.5), ("45S", 45)],
+)
+def test_duration_with_a_unit_is_read(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "16", "8e9", "GB", "-1GB", "1 GB 2", "4h3", "h", "1e3s", "iB"]
+)
+def test_text_without_a_number_or_a_unit_is_refused(text):
+    for parse in (parse_bytes, parse_seconds):
+        with pytest.raises(ValueError, match="such as"):
+            parse(text)
 
 
 @pytest.mark.parametrize(

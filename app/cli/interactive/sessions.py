@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from app.cli import names, root_command, wording
+from app.cli import names, package_files, root_command, wording
 from app.cli.bundling import bundle_folder
 from app.cli.client import JSON, Client, Unreachable
 from app.cli.interactive import tunnels
@@ -80,10 +80,11 @@ def submit_session(
     if kind != "cpu":
         task["devices"] = {"kind": kind}
     body: JSON = {"name": name, "tasks": [task]}
+    more_files: dict[str, bytes] = {}
     if environment:
-        body["environment"] = submit.environment_of(environment, "")
+        body["environment"], more_files = package_files.environment_of(folder, environment, "")
     if folder is not None:
-        code = bundle_folder(folder)
+        code = bundle_folder(folder, more_files)
         submit.upload(client, code)
         body["bundle"] = f"sha256:{code.sha256}"
     made = client.submit(body)

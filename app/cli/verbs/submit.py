@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import uuid
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand
 
-from app.cli import root_command, watching, wording
+from app.cli import package_files, root_command, watching, wording
 from app.cli.bundling import PackedBundle, UnreadablePath, bundle_file, bundle_folder
 from app.cli.client import JSON, ApiProblem, Client, Unreachable
 from app.cli.root_command import WORK, Format, app
@@ -76,10 +77,30 @@ def submit(
             "--environment",
             "-e",
             metavar="FILE",
-            help="file of the folder that names its packages: requirements.txt, or a lock",
+            help="file of the folder that names its packages, such as requirements.txt or uv.lock",
         ),
     ] = "",
     python: Annotated[str, typer.Option(help="version of Python, with --environment")] = "",
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", help="environment variable: NAME=VALUE; repeatable"),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", help="secret that becomes a variable of its name; repeatable"),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", help="label of the request: NAME=VALUE; repeatable"),
+    ] = None,
+    cpus: Annotated[float | None, typer.Option(help="processor cores of its host")] = None,
+    memory: Annotated[str, typer.Option(help="memory of its host, such as 16GB")] = "",
+    time: Annotated[str, typer.Option(help="longest time on its devices, such as 4h")] = "",
+    priority: Annotated[
+        int | None, typer.Option(help="its place among your own requests, from -100 to 100")
+    ] = None,
+    tier: Annotated[str, typer.Option(help="premium, standard or basic")] = "",
+    retry: Annotated[int | None, typer.Option(help="further attempts after a failure")] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -100,6 +121,8 @@ def submit(
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
     usual_name = _usual_name(source)
+    if param:
+        _must_read_params(source, job)
     source, command = _script(source, command or [])
     run = _run(source, job, command, bundle)
     descriptor = _descriptor(source, run, ranks, kind)
@@ -110,9 +133,13 @@ def submit(
     if network:
         _only_task(descriptor, "--network")["network"] = {"allow": network}
     _set_files(descriptor, mount or [], image)
-    if environment or python:
-        descriptor["environment"] = environment_of(environment, python)
-    code = _code(descriptor, source, bundle)
+    _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
+    _set_variables(descriptor, env or [], secret or [])
+    _set_order(descriptor, label or [], priority, tier)
+    folder = next((each for each in (bundle, source) if each is not None and each.is_dir()), None)
+    is_offered = run is not None and not descriptor.get("environment")
+    more = _environment(descriptor, folder, environment, python, is_offered=is_offered)
+    code = _code(descriptor, source, bundle, more)
     key = key or str(uuid.uuid4())
     with root_command.connect(ctx) as client:
         if code is not None:
@@ -163,6 +190,7 @@ def _usual_name(source: Path | None) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", named).strip("._-")[:63]
 
 
+_NUMBER = re.compile(r"\d+(\.\d+)?")  # bytes or seconds; otherwise the text has a unit
 _OWN_OPTIONS = {
     "--environment",
     "--watch",
@@ -172,6 +200,14 @@ _OWN_OPTIONS = {
     "--network",
     "--mount",
     "--image",
+    "--env",
+    "--secret",
+    "--label",
+    "--cpus",
+    "--memory",
+    "--priority",
+    "--tier",
+    "--retry",
     "--idempotency-key",
 }
 
@@ -230,12 +266,62 @@ def _set_files(descriptor: JSON, mounts: list[str], image: str) -> None:
         _only_task(descriptor, "--image")["image"] = image
 
 
+def _set_limits(descriptor: JSON, given: JSON) -> None:
+    """Say what the only task may use; the service checks the values and their units."""
+    places = {"cpus": "cpus", "memory": "memory_bytes"}
+    for option, value in given.items():
+        if value in (None, ""):
+            continue
+        task = _only_task(descriptor, f"--{option}")
+        value = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        if option == "time":
+            task["max_duration_s"] = value
+        elif option == "retry":
+            task["retry"] = {**(task.get("retry") or {}), "max": value}
+        else:
+            task["resources"] = {**(task.get("resources") or {}), places[option]: value}
+
+
+def _set_variables(descriptor: JSON, env: list[str], secrets: list[str]) -> None:
+    if env:
+        task = _only_task(descriptor, "--env")
+        task["env"] = {**(task.get("env") or {}), **_pairs("--env", "NAME=VALUE", env)}
+    if secrets:
+        task = _only_task(descriptor, "--secret")
+        task["secrets"] = [*dict.fromkeys([*(task.get("secrets") or []), *secrets])]
+
+
+def _set_order(descriptor: JSON, labels: list[str], priority: int | None, tier: str) -> None:
+    if labels:
+        given = _pairs("--label", "NAME=VALUE", labels)
+        descriptor["labels"] = {**(descriptor.get("labels") or {}), **given}
+    if priority is not None:
+        descriptor["priority"] = priority
+    if tier:
+        descriptor["tier"] = tier
+
+
+def _must_read_params(source: Path | None, job: str) -> None:
+    """Refuse parameters for a script that cannot see them."""
+    if job or source is None or source.suffix != ".py" or not source.is_file():
+        return
+    if b"ROUNDHOUSE_PARAMS" not in source.read_bytes():
+        raise typer.BadParameter(
+            f"--param is for jobs, and {source} does not read ROUNDHOUSE_PARAMS; options of a "
+            f"script belong after --: roundhouse submit {source} -- --lr 0.1"
+        )
+
+
 def _mounts(given: list[str]) -> JSON:
     """Return the mounts by target; the service checks both."""
+    return _pairs("--mount", "TARGET=MOUNT", given)
+
+
+def _pairs(option: str, form: str, given: list[str]) -> JSON:
     pairs = [each.partition("=") for each in given]
     if wrong := [each for each, (_, equals, _) in zip(given, pairs, strict=True) if not equals]:
-        raise typer.BadParameter(f"--mount must be TARGET=MOUNT; got {wrong[0]}")
-    return {target: name for target, _, name in pairs}
+        raise typer.BadParameter(f"{option} must be {form}; got {wrong[0]}")
+    return {name: value for name, _, value in pairs}
 
 
 def _only_task(descriptor: JSON, option: str) -> JSON:
@@ -247,12 +333,30 @@ def _only_task(descriptor: JSON, option: str) -> JSON:
     return task
 
 
-def environment_of(path: str, python: str) -> JSON:
-    """Return the environment that a file describes: by its name, a lock or requirements."""
-    if not path:
+def _environment(
+    descriptor: JSON, folder: Path | None, path: str, python: str, *, is_offered: bool
+) -> dict[str, bytes]:
+    """Say which packages the request brings; return files to send beside the code."""
+    if not path and python:
         raise typer.BadParameter("--python goes with --environment")
-    is_lock = path.endswith((".lock", ".toml"))
-    return {"lock" if is_lock else "requirements": path, **({"python": python} if python else {})}
+    if not path and is_offered and folder is not None:
+        path = _offered(folder)
+    if not path:
+        return {}
+    descriptor["environment"], more = package_files.environment_of(folder, path, python)
+    return more
+
+
+def _offered(folder: Path) -> str:
+    """Ask a person whether the packages that the folder names are wanted; "" if not."""
+    found = package_files.find_usual(folder)
+    if not found:
+        return ""
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        asked = f"{found} names packages. Install them for the task?"
+        return found if typer.confirm(asked, default=True, err=True) else ""
+    err().print(f"{found} is not used. To install its packages: --environment {found}")
+    return ""
 
 
 def _set_params(descriptor: JSON, params: list[str]) -> None:
@@ -266,9 +370,11 @@ def _set_params(descriptor: JSON, params: list[str]) -> None:
     task["params"] = {**(task.get("params") or {}), **given}
 
 
-def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBundle | None:
-    """Return the code to send; None if the descriptor names a bundle that the service
-    already has.
+def _code(
+    descriptor: JSON, source: Path | None, given: Path | None, more: dict[str, bytes]
+) -> PackedBundle | None:
+    """Return the code to send, with `more` files; None if the descriptor names a bundle that the
+    service already has.
     """
     named = descriptor.get("bundle")
     if given is not None:
@@ -282,7 +388,7 @@ def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBu
         place = source
     else:
         return None
-    return bundle_file(place) if place.is_file() else bundle_folder(place)
+    return bundle_file(place) if place.is_file() else bundle_folder(place, more)
 
 
 def upload(client: Client, code: PackedBundle) -> None:

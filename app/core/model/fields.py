@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
+from app.core import units
 from app.core.model.protocol.wellformed import is_storable
 
 JSON = dict[str, Any]
@@ -212,8 +213,23 @@ class Fields:
             return None
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
+        if isinstance(value, str) and isinstance(kind, tuple) and (parse := parser_of(key)):
+            try:
+                return parse(value)
+            except ValueError as error:
+                self.fault(key, f"must be {wanted}, or {error}; got {_shown(value)}", "type")
+                return None
         self.fault(key, f"must be {wanted}, not {_kind(value)}{_example(key)}", "type")
         return None
+
+
+def parser_of(key: str) -> Callable[[str], float] | None:
+    """Return the function that reads texts of this field with a unit, such as "16GB"; None if it
+    has no unit.
+    """
+    if key.endswith("_bytes"):
+        return units.parse_bytes
+    return units.parse_seconds if key.endswith("_s") or key == "seconds" else None
 
 
 def _example(key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from typer.testing import CliRunner, Result
 
 from app.cli import main, root_command, watching
 from app.cli.client import Client
+from app.cli.verbs import submit as submit_verb
 from app.core.model.checkpoints.manifest import About
 from app.local.embedded_servers import embedded_postgres, temporary_home
 from app.settings import settings
@@ -318,6 +321,51 @@ class TestSubmit:
                 json.loads(result.stdout)["id"],
             )
             assert found == wanted
+
+    def test_options_of_submit_are_fields_of_its_task_and_request(self, run, code, monkeypatch):
+        (code / "main.py").write_text("print('hello')\n")
+        (code / "requirements.txt").write_text("einops\n")
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(Client, "submit", lambda self, body, key: sent.append(body) or body)
+        words = (
+            *("--env", "A=b=c", "--env", "B=", "--label", "exp=a1", "--cpus", 2, "--memory", "1GB"),
+            *("--time", "3600", "--priority", -3, "--tier", "basic", "--retry", 2),
+            *("--secret", "HF_TOKEN"),
+        )
+        result = run("submit", code / "main.py", "-o", "json", *words)
+        assert result.exit_code == 0, result.output
+        assert "--environment requirements.txt" in result.stderr
+        [body] = sent
+        [task] = body["tasks"]
+        assert (task["env"], task["secrets"]) == ({"A": "b=c", "B": ""}, ["HF_TOKEN"])
+        assert task["resources"] == {"cpus": 2, "memory_bytes": "1GB"}
+        assert (task["max_duration_s"], task["retry"]) == (3600.0, {"max": 2})
+        assert (body["labels"], body["tier"], body["priority"]) == ({"exp": "a1"}, "basic", -3)
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (("--memory", "16 parsecs"), "16GB"),
+            (("--time", "soon"), "4h"),
+            (("--env", "NAME"), "--env must be NAME=VALUE"),
+            (("-p", "lr=1"), "does not read"),
+        ],
+    )
+    def test_wrong_option_of_submit_is_refused_with_its_form(self, run, code, words, told):
+        (code / "main.py").write_text("print('hello')\n")
+        result = run("submit", code / "main.py", "--check", *words)
+        assert result.exit_code != 0
+        assert told in result.output.replace("\n", " ")
+
+    def test_dependencies_of_a_project_are_sent_as_requirements(self, run, code, monkeypatch):
+        (code / "main.py").write_text("print('hello')\n")
+        project = '[project]\nname = "a"\nversion = "1"\ndependencies = ["einops>=0.7"]\n'
+        (code / "pyproject.toml").write_text(project)
+        sent = []
+        monkeypatch.setattr(submit_verb, "upload", lambda client, packed: sent.append(packed))
+        run("submit", code / "main.py", "-e", "pyproject.toml", "--check")
+        with zipfile.ZipFile(io.BytesIO(sent[0].body)) as archive:
+            assert archive.read("pyproject.requirements.txt") == b"einops>=0.7\n"
 
     def test_script_runs_in_its_folder_with_the_arguments_after_the_dashes(
         self, run, code, service, tmp_path, monkeypatch

@@ -630,9 +630,27 @@ def test_hint_for_a_negated_field_is_not_its_opposite(wrong):
     assert fault.detail == f"unknown field {wrong!r}; did you mean 'avoid_labels'?"
 
 
+def test_sizes_and_durations_are_read_with_units():
+    (task,) = parse(
+        _command(
+            resources={"memory_bytes": "16GB", "disk_bytes": "1GiB"},
+            max_duration_s="4h",
+            checkpoint={"every_s": "5m"},
+            notice={"seconds": "90s"},
+        )
+    ).tasks
+    assert (task.resources.memory_bytes, task.resources.disk_bytes) == (16 * 10**9, 2**30)
+    assert (task.max_duration_s, task.checkpoint.every_s) == (14400.0, 300.0)
+    assert task.notice is not None
+    assert task.notice.seconds == 90.0
+
+
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
+        ("memory_bytes", "16 parsecs", 'such as "16GB" or "1.5GiB"; got'),
+        ("cpus", "4h", "must be a number"),
+        ("memory_bytes", "1kB", "must be from 67108864 to"),
         ("cpus", 0, "must be above 0"),
         ("cpus", 0.05, "must be at least 0.1; got 0.05"),
         ("memory_bytes", 1000, "must be from 67108864 to"),

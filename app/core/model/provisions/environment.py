@@ -21,7 +21,9 @@ SORTS = ("requirements", "lock")
 
 _PATH = r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,127}/){0,8}"
 _PART = "[A-Za-z0-9_.-]{0,64}"
-_REQUIREMENTS = re.compile(rf"{_PATH}{_PART}requirements{_PART}\.(txt|in)")
+_REQUIREMENTS = re.compile(
+    rf"{_PATH}({_PART}requirements{_PART}|requirements/[A-Za-z0-9_]{_PART})\.(txt|in)"
+)
 _LOCK = re.compile(
     rf"{_PATH}(pylock(\.[A-Za-z0-9_-]{{1,64}})?\.toml|[A-Za-z0-9_]{_PART}\.lock"
     rf"|{_PART}(requirements|lock){_PART}\.txt)"
@@ -29,7 +31,8 @@ _LOCK = re.compile(
 _SHA256_OR_NONE = re.compile(r"([0-9a-f]{64})?")
 
 _REQUIREMENTS_RULE = (
-    "the path of a file of the bundle, with `requirements` in its name, that ends in .txt or .in"
+    "the path of a file of the bundle that ends in .txt or .in, with `requirements` in its name or"
+    " as its folder"
 )
 _LOCK_RULE = (
     "the path of a file of the bundle: uv.lock, pylock.toml, pylock.NAME.toml, or requirements "
