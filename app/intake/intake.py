@@ -37,6 +37,7 @@ from app.core.model.fields import (
 )
 from app.core.model.graphs import dependencies, entry_signature
 from app.core.model.graphs.entry_signature import Signature
+from app.core.model.launchers import find_launcher
 from app.core.model.protocol.messages import JSON
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
@@ -248,7 +249,22 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     descriptor, uncut = graphs.cut(graphs.named(descriptor, sent), sent, facts.offers)
     if uncut:
         raise _refused(BadInput, uncut)
-    return Checked(descriptor, begun, sent, taken, [], environment)
+    return Checked(descriptor, begun, sent, taken, _notes(descriptor), environment)
+
+
+def _notes(descriptor: Descriptor) -> list[str]:
+    """Return a sentence for each task that starts ranks by itself, which share one device."""
+    launchers = {
+        task.name: launcher
+        for task in descriptor.tasks
+        if task.run.kind == "command" and (launcher := find_launcher(task.run.argv))
+    }
+    return [
+        f"{name}: the ranks that {launcher.name} starts share one device. So that each has one, and"
+        f" the task can shrink and grow: {launcher.advice}"
+        for name, launcher in launchers.items()
+        if launcher.ranks != 1
+    ]
 
 
 def _type_faults(descriptor: Descriptor, preset_types: Sequence[str]) -> Iterator[Fault]:

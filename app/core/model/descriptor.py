@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -40,6 +40,7 @@ from app.core.model.fields import (
     not_plain,
     shortened,
 )
+from app.core.model.launchers import find_launcher
 from app.core.model.provisions import network_policy, notice, session
 from app.core.model.provisions.container_image import need_of_image, read_image
 from app.core.model.provisions.environment import (
@@ -60,7 +61,6 @@ JSON = dict[str, Any]
 TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
-_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 # the value of `isolation` for a function that shares its process with no other function
 OWN_PROCESS = "process"
 # ranks of these programs keep their devices, unless the descriptor says otherwise
@@ -449,12 +449,7 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
             f"{len(argv)} words of {size} bytes"
         )
         fields.fault("run/command", f"{told}; put data into a file of the bundle", "range")
-    if task.world_size > 1 and (launcher := _launcher(argv)):
-        told = (
-            f"must not be {launcher}, which would start the ranks a second time: Roundhouse starts "
-            "each rank as torchrun would. Name the script itself, as in [python, train.py]"
-        )
-        fields.fault("run/command", told, "launcher")
+    _check_launcher(fields, task)
     size = len(json.dumps(dict(task.params)).encode())
     if size > MAX_COMMAND_BYTES:
         told = (
@@ -464,15 +459,26 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
         fields.fault("params", f"{told}; put data into a file of the bundle", "range")
 
 
-def _launcher(argv: Sequence[str]) -> str:
-    """Return the launcher of ranks (such as torchrun) that the command runs; "" if it runs none."""
-    program = argv[0].rpartition("/")[2] if argv else ""
-    if program == "torchrun":
-        return program
-    if program.startswith("python") and "-m" in argv[1:-1]:
-        module = argv[argv.index("-m") + 1]
-        return module if module in _LAUNCHERS else ""
-    return ""
+def _check_launcher(fields: Fields, task: TaskDescriptor) -> None:
+    """Report a launcher of ranks where its ranks would be too many.
+
+    On a CPU device they may share the device of one command.
+    """
+    launcher = find_launcher(task.run.argv)
+    if launcher is None:
+        return
+    if task.world_size > 1:
+        told = (
+            f"must not be {launcher.name}, which would start the ranks a second time: Roundhouse "
+            "starts each rank as torchrun would. Name the script itself, as in [python, train.py]"
+        )
+        fields.fault("run/command", told, "launcher")
+    elif launcher.ranks > 1 and task.devices.kind != "cpu":
+        told = (
+            f"{launcher.name} would start {launcher.ranks} ranks on one {task.devices.kind} device."
+            f" Set world_size to {launcher.ranks} and name the script itself: {launcher.advice}"
+        )
+        fields.fault("run/command", told, "launcher")
 
 
 def _params(fields: Fields) -> JSON:

@@ -57,6 +57,17 @@ def test_launcher_of_ranks_is_refused_for_a_task_that_starts_ranks(argv: list[st
     parse({"bundle": BUNDLE, "tasks": [script]})
 
 
+def test_launcher_of_several_ranks_is_refused_on_one_accelerator_with_the_number() -> None:
+    run = {"command": ["bash", "-c", "torchrun --nproc-per-node 4 ddp.py --lr 1"]}
+    task = {"name": "ddp", "run": run, "devices": {"kind": "cuda"}}
+    with pytest.raises(BadDescriptor) as refused:
+        parse({"bundle": BUNDLE, "tasks": [task]})
+    [fault] = refused.value.faults
+    assert (fault.pointer, fault.code) == ("/tasks/0/run/command", "launcher")
+    assert "--ranks 4 -- python ddp.py --lr 1" in fault.detail
+    parse({"bundle": BUNDLE, "tasks": [{**task, "devices": {"kind": "cpu"}}]})
+
+
 #: A descriptor that uses most fields.
 SWEEP: dict[str, Any] = {
     "name": "sweep-7",

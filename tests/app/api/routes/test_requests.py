@@ -179,6 +179,16 @@ class TestTypeWithoutPreset:
         ]
 
 
+def test_launcher_on_one_device_is_noted_with_the_ranks_to_ask_for(red):
+    body = descriptor()
+    body["tasks"][0]["run"] = {"command": ["torchrun", "--nproc-per-node", "2", "train.py"]}
+    body["tasks"][0].pop("params", None)
+    answer = red.post("/v1/requests:validate", json=body)
+    assert answer.status_code == 200, answer.text
+    [note] = answer.json()["notes"]
+    assert "--ranks 2 -- python train.py" in note
+
+
 class TestMaxQueued:
     def bound(self, session, tenant_id, most):
         session.get_one(Tenant, tenant_id).max_queued = most
