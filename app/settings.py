@@ -165,6 +165,8 @@ class Settings(BaseSettings):
     grow_after_s: float = Field(
         5.0, ge=0, allow_inf_nan=False
     )  # minimum time from the start or a resize of a task until it grows
+    # what a second of a new device costs that is no CPU; that of a CPU device costs 1
+    accelerator_cost: float = Field(10.0, ge=0.001, le=1e6)
     order_resend_s: float = Field(2.0, gt=0, allow_inf_nan=False)
     usage_bucket_s: int = Field(10, gt=0)
     island_lost_s: float = Field(

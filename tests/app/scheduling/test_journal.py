@@ -177,6 +177,15 @@ def running(session, task):
     return task
 
 
+@pytest.mark.parametrize(("kind", "cost_milli"), [("cpu", 1000), ("cuda", 10_000)])
+def test_new_device_has_the_cost_of_its_kind_and_keeps_it(session, task, kind, cost_milli):
+    hear(session, kind=kind)
+    assert session.get_one(Device, "h.0").cost_milli == cost_milli
+    session.get_one(Device, "h.0").cost_milli = 7
+    hear(session, kind=kind)
+    assert session.get_one(Device, "h.0").cost_milli == 7
+
+
 class TestLaunch:
     def test_launch_raises_the_epoch_opens_a_placement_and_writes_one_order(self, session, task):
         hear(session)

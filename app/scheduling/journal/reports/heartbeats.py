@@ -254,6 +254,7 @@ def _register(session: Session, alives: Sequence[Alive]) -> dict[str, Device]:
             host=alive.facts["host"],
             island=alive.facts["island"],
             kind=alive.facts["kind"],
+            cost_milli=_usual_cost_milli(alive.facts["kind"]),
             incarnation=alive.incarnation,
             heard_us=-1,
         )
@@ -262,6 +263,11 @@ def _register(session: Session, alives: Sequence[Alive]) -> dict[str, Device]:
     session.add_all(devices)
     session.flush()
     return {device.id: device for device in devices}
+
+
+def _usual_cost_milli(kind: str) -> int:
+    """Return the cost of a new device: a tenant's idle CPUs must not cost it its accelerators."""
+    return 1000 if kind == "cpu" else round(1000 * settings().accelerator_cost)
 
 
 def _coming(house: DeviceRows) -> list[Task]:
