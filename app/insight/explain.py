@@ -62,7 +62,7 @@ UNITS_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """Why one task waits; all fields are empty if it does not wait.
+    """Why one task waits, in line or on its device; all fields are empty if it does not wait.
 
     `reasons` have code, message, next_action, unblocked_by and change; `nearest` is about the
     reason that ends first.  `place` is the position, from 1, among all tasks that wait for its kind
@@ -91,7 +91,17 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
             else:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
-    return found
+    return found | _short_of_room(session, [task for task in tasks if task.state == State.starting])
+
+
+def _short_of_room(session: Session, starting: Sequence[TaskRow]) -> dict[str, Why]:
+    """Return why launched tasks wait on their devices, by id; those that do not are left out."""
+    if not starting:
+        return {}
+    here = Placement.task_id.in_([task.id for task in starting]), Placement.ended_at.is_(None)
+    query = select(Placement.task_id, Placement.device_id, Placement.waits_for)
+    rows = session.execute(query.where(*here, ~Placement.guest, Placement.waits_for != ""))
+    return {id: _why((says.lacks_room(device, what),)) for id, device, what in rows}
 
 
 def _unassigned(task: TaskRow) -> Reason:

@@ -42,9 +42,9 @@ class Residency:
     """Manages all residents of a device and their memory. It runs in the supervisor's thread.
 
     `end` ends a process. `held_ahead` returns the bytes in slabs that were prefetched for residents
-    without a process yet. `lacks` is "bytes" or "places" while a task needs memory or a process
-    that no paused resident can give up. `expected` are tasks in the order in which the island will
-    give them the slot.
+    without a process yet. `lacks` is "bytes", "places" or "disk" while a task needs memory, a
+    process or disk that no paused resident can give up. `expected` are tasks in the order in which
+    the island will give them the slot.
     """
 
     def __init__(

@@ -62,6 +62,7 @@ class Stay:
     coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
     awaits: str = ""  # port of the input that its process waits for
     network: JSON = field(default_factory=dict)  # use of the network (`ResidentView`)
+    waits_for: str = ""  # what it waits for before it starts (`ResidentView`)
     # peaks and memory of its function, whose process runs another one now
     peaks: dict[str, int] = field(default_factory=dict)
     memory_bytes: int = 0
@@ -203,6 +204,7 @@ class Stay:
             peaks=dict(self.resident.peaks if self.resident else self.peaks),
             network=self.network,
             idle_us=self.process.idle_us if self.process else 0,
+            waits_for=self.waits_for,
         )
 
 

@@ -59,6 +59,7 @@ CODES = {
     "DEVICE_STOPPING": "wait",
     "SOME_DEVICES_DRAINED": "ask_admin",
     "DEVICE_FREE": "wait",
+    "DEVICE_LACKS_ROOM": "wait",
 }
 
 #: The actions that a `Change` may ask for.
@@ -83,6 +84,7 @@ ACTIONS = {
     "wait_for_image": "its image is saved, or the device `of` is free",
     "wait_for_move": "the last of it has been copied to the device `of`",
     "free_devices": "`value` more devices of kind `of` become free",
+    "wait_for_room": "the device `of` has memory, processes or disk left for it",
     "wait_for_workers": "the workers of `value` stopping devices of kind `of` are back",
     "wait_for_gang": "the gang has started",
     "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
@@ -320,6 +322,25 @@ def no_scheduler(island: str) -> Reason:
         f"a scheduler of {island} runs",
         Change(action="start_scheduler", of=island),
     )
+
+
+def lacks_room(device: str, waits_for: str) -> Reason:
+    """Return why a task that was given a device does not start there yet."""
+    what, held = _ROOM[waits_for]
+    return _reason(
+        "DEVICE_LACKS_ROOM",
+        f"It was given {device} and waits there for {what}: {held}.",
+        f"{device} has room for it",
+        Change(action="wait_for_room", of=device),
+    )
+
+
+#: `ResidentView.waits_for` -> what a task waits for, and what holds it
+_ROOM = {
+    "bytes": ("device memory", "paused and frozen tasks hold it until they have left it"),
+    "places": ("a process", "paused and frozen tasks hold the host memory and the processes"),
+    "disk": ("disk space", "the working folders of other tasks hold it"),
+}
 
 
 # --- devices ------------------------------------------------------------------------------------

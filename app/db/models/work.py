@@ -347,6 +347,8 @@ class Placement(Base):
     # what the task used of the network here (`provisions.network_policy.FIGURES`); null: nothing
     # yet
     network: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    # what the task waits for on the device before it starts (`ResidentView.waits_for`)
+    waits_for: Mapped[str] = mapped_column(server_default="")
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     end: Mapped[str | None]

@@ -333,6 +333,18 @@ class Scene:
         task = self.scenery.task(self.a)
         return task, lambda _: self.scenery.move(task, "done")
 
+    def device_lacks_room(self):
+        task = self.scenery.task(self.a, "starting", seat="d0")
+        query = select(Placement).where(Placement.task_id == task.id)
+        placement = self.session.scalars(query).one()
+        placement.waits_for = "bytes"
+
+        def do(change):
+            assert change["of"] == "d0"
+            placement.waits_for = ""
+
+        return task, do
+
 
 def test_a_task_is_told_why_rules_have_cordoned_its_devices(session, scenery, told):
     scene = Scene(session, scenery)
@@ -396,6 +408,15 @@ def test_change_named_by_a_reason_ends_that_reason(session, scenery, told, code)
     assert code in reasons, reasons
     do(change(reasons, code))
     assert code not in told(task)
+
+
+def test_launched_task_without_room_on_its_device_is_told_for_what_it_waits(session, scenery, told):
+    scene = Scene(session, scenery)
+    task, _ = scene.device_lacks_room()
+    assert told(task)["DEVICE_LACKS_ROOM"]["message"] == (
+        "It was given d0 and waits there for device memory: paused and frozen tasks hold it until "
+        "they have left it."
+    )
 
 
 def test_every_code_and_action_is_in_the_docs():

@@ -467,6 +467,17 @@ def test_paused_job_ends_so_that_the_disk_has_room_for_another(rig, monkeypatch)
     assert rig.event(Started, "t1", 2).resumed == "image"
 
 
+def test_task_that_waits_for_room_reports_for_what_until_it_starts(rig, monkeypatch):
+    room = list[str]()
+    monkeypatch.setattr(admission, "ROOM_WITHIN_US", 600_000_000)
+    monkeypatch.setattr(rig.supervisor.spawner, "has_disk", lambda asked: bool(room))
+    rig.launch("t1", "jobs:Count")
+    rig.until(lambda: (view := rig.view("t1")) is not None and view.waits_for == "disk")
+    room.append("some")
+    rig.event(Started, "t1")
+    rig.until(lambda: rig.view("t1").waits_for == "")
+
+
 def test_job_goes_back_to_its_queue_if_others_hold_the_disk(rig, monkeypatch):
     monkeypatch.setattr(admission, "ROOM_WITHIN_US", 300_000)
     monkeypatch.setattr(rig.supervisor.spawner, "has_disk", lambda asked: False)

@@ -97,7 +97,7 @@ class Admission:
         """
         if self.spawner.has_disk(stay.spec.resources):
             return True
-        self.residency.lacks = "places"
+        self.residency.lacks = "disk"
         # the kernel frees the disk of a process some time after the process has ended
         is_freeing = any(r.kill_reason for r in self.stays.residents.values())
         if is_freeing or self.residency.end_one():
@@ -162,4 +162,7 @@ class Admission:
         away = frozenset(r.id for r in self.residency.living if r.level != "device")
         waiting = frozenset(stay.launch.task for stay, _ in self.fetched)
         is_short = bool(self.residency.lacks)
+        for stay in self.stays.by_key.values():
+            is_next = stay.state == "seating" and stay.record.behind_until_us is None
+            stay.waits_for = self.residency.lacks if is_next else ""
         self.stays.give(SlotDue(is_short=is_short, waiting=waiting, away=away))

@@ -349,6 +349,9 @@ class ResidentView:
     # the most that its process took of the host, by resource (`provisions.resources`)
     peaks: JSON = field(default_factory=dict)
     idle_us: int = 0  # how long the processes of a session have computed nothing
+    # what a launched task waits for on the device: "bytes" of device memory, "places" for processes
+    # and host memory, or "disk"; "" if it waits for none of them
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,6 +283,7 @@ FIELDS: dict[str, Check] = {
     "environments": _each(_is_hash),
     "points": _each(_is_point),
     "peaks": _by_name(is_word, _is_count),
+    "waits_for": lambda value: value in ("", "bytes", "places", "disk"),
     "network": _by_name(is_word, _is_count),
     "withdrawn": _each(_is_sentence),
     "bound_because": _is_sentence,

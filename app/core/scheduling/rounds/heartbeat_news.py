@@ -36,4 +36,5 @@ class HeartbeatNews:
 
 
 def _standing(view: ResidentView) -> tuple[Any, ...]:
-    return (view.task, view.epoch, view.state, view.order_seq, view.level, view.lacks)
+    progress = (view.state, view.order_seq, view.level, view.lacks, view.waits_for)
+    return (view.task, view.epoch, *progress)

@@ -46,7 +46,7 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
     if task.seat != house.device.id:
         return task.image_on == house.device.id or (view.state == "paused" and _stands_by(task))
     placement = house.placement(task)
-    placement.last_step = view.step
+    placement.last_step, placement.waits_for = view.step, view.waits_for
     task_writer.note_usage(session, task, placement, view)
     task.held_us = placement.held_us
     _note_peaks(task, view)

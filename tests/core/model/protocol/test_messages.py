@@ -50,6 +50,7 @@ NAMED: dict[str, Any] = {
     "points": [[3, {"loss": 0.5}]],
     "network": {"connections": 2, "sent_bytes": 10},
     "peaks": {"memory_bytes": 7},
+    "waits_for": "bytes",
     "spec": TaskDescriptor(
         name="train",
         type="train",
