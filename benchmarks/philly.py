@@ -92,9 +92,10 @@ def opened() -> Trace:
     return Trace(arrivals=some, left_out=trace.left_out, began_s=trace.began_s)
 
 
-def measure(trace: Trace, devices: int, named: str, runs: int) -> Figures:
+def setup(trace: Trace, devices: int, named: str) -> Setup:
+    """Return a replay on so many equal devices, with tenants of equal weights."""
     names = sorted({arrival.tenant for arrival in trace.arrivals})
-    setup = Setup(
+    return Setup(
         arrivals=trace.arrivals,
         devices=[BoardDevice(id=f"d{n:03}", host="h", kind="cuda") for n in range(devices)],
         tenants=[BoardTenant(id=name, name=name, weight=1000) for name in names],
@@ -102,10 +103,13 @@ def measure(trace: Trace, devices: int, named: str, runs: int) -> Figures:
         named=named,
         costs=Costs(image_s=SWITCH_S, resume_s=SWITCH_S),
     )
-    took_s = []
+
+
+def measure(trace: Trace, devices: int, named: str, runs: int) -> Figures:
+    replay, took_s = setup(trace, devices, named), []
     for _ in range(runs):
         began_s = time.process_time()
-        found, summary = run(setup)
+        found, summary = run(replay)
         took_s.append(time.process_time() - began_s)
     return {
         **figures(trace, found),

@@ -1,0 +1,1 @@
+"""Holds lists of jobs of clusters that several teams shared, real and generated."""
