@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,7 @@ from app.api.access.scoped import operation_named
 from app.api.access.visibility import visible_request
 from app.api.event_stream import EventStream
 from app.core import units
+from app.core.model.fields import Fault
 from app.core.model.phase import Phase
 from app.core.model.provisions import network_policy
 from app.core.model.provisions.mounts import IMAGE
@@ -180,6 +181,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         verdict=reports.verdict(mine, shares) if mine else reports.verdict_of_all(shares),
         half_life=charts.duration(settings().half_life_s) if settings().half_life_s else "",
         shares=shares if caller.sees_all else [],
+        parts=charts.parts_of_level(shares),
         mine=mine,
         rest=reports.others(shares, caller.tenant_id),
         busy=sum(1 for share in shares if share.held or share.waiting),
@@ -401,9 +403,15 @@ def answered(
     secret is shown only in this answer.
     """
     request.state.told = told
-    if show is not None and (told.secret or "hx-request" in request.headers):
+    by_htmx = "hx-request" in request.headers
+    if show is not None and (told.secret or by_htmx):
         return show()
-    answer = RedirectResponse(at or request.url.path, status_code=303)
+    to = at or request.url.path
+    answer = (
+        Response(status_code=204, headers={"HX-Redirect": to})
+        if by_htmx
+        else RedirectResponse(to, status_code=303)
+    )
     answer.set_cookie(
         forms.TOLD,
         forms.sealed(request.cookies[COOKIE], told.words),
@@ -443,24 +451,37 @@ def refused(request: Request, error: Exception) -> Response:
     said = problems.bad_input(error) if isinstance(error, RequestValidationError) else error
     assert isinstance(said, AppError)
     problem = problems.of_error(request, said)
-    return _error_page(request, said.title, said.detail, said.status) or problem
+    shown = _error_page(request, said.title, said.detail, said.status, said.errors)
+    return shown or problem
 
 
-def _error_page(request: Request, heading: str, said: str, status: int) -> Response | None:
+def _error_page(
+    request: Request, heading: str, said: str, status: int, faults: Sequence[Fault] = ()
+) -> Response | None:
     """Return an error as a page or, for htmx, above the present page; None if no page is wanted."""
     caller = getattr(request.state, "caller", None)
     is_browser = caller is not None or "text/html" in request.headers.get("accept", "")
     if not is_browser or not request.url.path.startswith(HOME):
         return None
-    context = {"heading": heading, "said": f"{said[0].upper()}{said[1:]}"}
+    context = {"heading": heading, "said": _sentence(said)}
     if request.method == "POST" and "hx-request" in request.headers:
-        answer = templates.TemplateResponse(request, "refused.html", context, status_code=status)
+        beside = [
+            (fault.pointer.split("/")[-1].strip("?:{}"), _sentence(fault.detail))
+            for fault in faults
+        ]
+        answer = templates.TemplateResponse(
+            request, "refused.html", {**context, "faults": beside}, status_code=status
+        )
         answer.headers.update({"HX-Retarget": "#told", "HX-Reswap": "innerHTML"})
         return answer
     back = request.url.path if request.method == "POST" else ""
     if caller is None:
         return templates.TemplateResponse(request, "problem.html", context, status_code=status)
     return page(request, "message.html", caller, status=status, back=back, **context)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}" if text else ""
 
 
 # --- live ---------------------------------------------------------------------------------------

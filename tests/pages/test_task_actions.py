@@ -8,6 +8,7 @@ from playwright.sync_api import expect
 from sqlalchemy import func, update
 
 from app.db.models import Request, Task
+from app.scheduling import journal
 
 pytestmark = pytest.mark.browser
 
@@ -48,6 +49,54 @@ class TestActing:
         expect(visit.page.locator("#told .alarm")).to_contain_text("load its page again")
         expect(visit.page.locator("#tasks")).to_be_visible()
         expect(visit.page.get_by_role("button", name="Pause")).to_be_visible()
+
+    @pytest.mark.parametrize(
+        ("address", "fields", "button", "named"),
+        [
+            ("/ui/webhooks", {"URL": "http://127.0.0.1/"}, "Register", "public address"),
+            ("/ui/secrets", {"Name": "9", "Value": "a long value"}, "Set", "not starting with"),
+            ("/ui/members", {"Name": " x"}, "Add", "no spaces"),
+        ],
+    )
+    def test_refusal_stands_beside_its_field_and_keeps_what_was_typed(
+        self, visit, service, address, fields, button, named
+    ):
+        visit.sign_in("a admin")
+        visit.go(address)
+        visit.live()
+        page = visit.page
+        page.locator("input[pattern]").evaluate_all(
+            "fields => fields.forEach(field => field.removeAttribute('pattern'))"
+        )
+        for label, typed in fields.items():
+            page.get_by_label(label, exact=True).fill(typed)
+        page.get_by_role("button", name=button, exact=True).click()
+        fault = page.locator("#live .fault")
+        expect(fault).to_contain_text(named)
+        with service.change() as session:
+            journal.tell(session, session.get_one(Task, service.tracked.id), "task.test", "-")
+        visit.hear()
+        page.evaluate("htmx.trigger('#live', 'changed')")
+        expect(fault).to_contain_text(named)
+        first = page.get_by_label(next(iter(fields)), exact=True)
+        expect(first).to_have_attribute("aria-invalid", "true")
+        for label, typed in fields.items():
+            expect(page.get_by_label(label, exact=True)).to_have_value(typed)
+        first.press("Backspace")
+        expect(fault).to_have_count(0)
+
+    def test_refusal_without_scripts_is_a_page_that_stays(self, browser, service, visit):
+        visit.sign_in("a admin")
+        context = browser.new_context(
+            java_script_enabled=False, storage_state=visit.page.context.storage_state()
+        )
+        page = context.new_page()
+        page.goto(service.url + "/ui/webhooks")
+        page.get_by_label("URL").fill("http://127.0.0.1/")
+        page.get_by_role("button", name="Register").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Invalid request")
+        assert page.locator("#live").get_attribute("hx-get") is None
+        context.close()
 
     def test_cancel_without_scripts_asks_for_confirmation(self, browser, service, visit):
         visit.sign_in("a admin")

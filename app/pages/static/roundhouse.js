@@ -1,5 +1,5 @@
-// Three small things around htmx: the badge of the live stream, the theme, and charts that are
-// drawn from the tables beside them.  Nothing here fetches; without it every page still reads.
+// Four small things around htmx: the badge of the live stream, messages beside the fields of refused
+// forms, the theme, and charts that are drawn from the tables beside them.  Nothing here fetches; without it every page still reads.
 // It is loaded before htmx, so as to hear of the stream's first connection.
 "use strict";
 
@@ -33,6 +33,47 @@ function announce() {
   announcer.textContent = announced = words;
   nextAnnouncement = Date.now() + 5000;
 }
+
+// --- refused forms ------------------------------------------------------------------------------
+
+// A message stands beside the field that it names, until the field is changed. So long nothing is
+// renewed: the page would take the message away.
+const isHeld = () => [...document.querySelectorAll("#live .fault")].some(fault => fault.checkVisibility());
+const sender = event => event.detail.ctx.sourceElement;
+
+function forgive(field) {
+  document.getElementById(field.getAttribute("aria-errormessage"))?.remove();
+  field.removeAttribute("aria-invalid");
+  field.removeAttribute("aria-errormessage");
+}
+
+function blame(form, fault) {
+  const named = form.elements.namedItem(fault.dataset.field);
+  const field = named instanceof RadioNodeList ? named[0].closest("fieldset") ?? named[0] : named;
+  if (!field || field.type === "hidden") return;
+  fault.id = `fault-${field.id || fault.dataset.field}`;
+  field.setAttribute("aria-invalid", "true");
+  field.setAttribute("aria-errormessage", fault.id);
+  field.after(fault);
+  field.closest("details")?.setAttribute("open", "");
+}
+
+function showFaults(form) {
+  const alarm = document.querySelector("#told .alarm:has(.fault)");
+  if (!alarm || !form) return;
+  for (const fault of alarm.querySelectorAll(".fault")) blame(form, fault);
+  if (!alarm.querySelector(".fault")) alarm.remove(); // every message has its place
+  form.querySelector("[aria-invalid]")?.focus();
+}
+
+document.addEventListener("input", event => forgive(event.target.closest("fieldset[aria-invalid]") ?? event.target));
+document.addEventListener("htmx:before:request", event => {
+  if (sender(event).id === "live") { if (isHeld()) event.preventDefault(); }
+  else sender(event).querySelectorAll("[aria-invalid]").forEach(forgive);
+});
+document.addEventListener("htmx:before:swap", event => {
+  if (sender(event).id === "live" && isHeld()) event.preventDefault();
+});
 
 // --- theme --------------------------------------------------------------------------------------
 
@@ -174,7 +215,13 @@ document.addEventListener("htmx:before:swap", () => {
   const log = document.querySelector("[data-follow]");
   follow = !log || atEnd(log);
 });
-document.addEventListener("htmx:after:swap", () => { draw(); toEnd(); announce(); });
+document.addEventListener("htmx:after:swap", event => {
+  if (sender(event).matches("form")) {
+    showFaults(sender(event));
+    document.getElementById("told").scrollIntoView({ block: "nearest" });
+  }
+  draw(); toEnd(); announce();
+});
 draw();
 toEnd();
 
