@@ -7,6 +7,7 @@ API show the same, and reject the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -33,12 +34,14 @@ from app.db import transactions
 from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import Db
 from app.errors import BadInput
-from app.pages import forms, views
+from app.insight import reports
+from app.pages import charts, forms, views
 from app.pages.forms import Field
 from app.pages.views import Sender, Visitor
 
 ON_A_PAGE = 50
 KEYS_SHOWN = 200
+USE_SHOWN_DAYS = 30
 
 #: How long a replaced key or secret stays valid besides its successor, in seconds.
 OVERLAPS = {0: "not at all", 3600: "an hour", 86_400: "a day", 7 * 86_400: "a week"}
@@ -90,6 +93,46 @@ def _given(text: str) -> str | None:
 
 def _seconds(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+
+@router.get("/ui/tenants")
+def list_tenants(request: Request, session: Db, caller: Admin) -> Response:
+    """Show quotas and use of the tenants that the caller sees, and the use of each member."""
+    now = reports.clock(session)
+    shares = reports.fair_share(session, now)
+    rows = {
+        row.id: row for row in session.scalars(select(Tenant).where(of_caller(caller, Tenant.id)))
+    }
+    month = timedelta(days=USE_SHOWN_DAYS)
+    tenant = None if caller.sees_all else caller.tenant_id
+    use = reports.usage(
+        session, tenant, since=now - month, until=now, group_by=("tenant", "user"), interval_s=86400
+    )
+    return views.page(
+        request,
+        "tenants.html",
+        caller,
+        now=now,
+        section="tenants",
+        shares=[share for share in shares if share.id in rows],
+        parts=charts.parts_of_level(shares),
+        rows=rows,
+        use=sorted(use, key=lambda row: -row.held_us)[:ON_A_PAGE],
+        use_us=sum(row.held_us for row in use),
+        held=_held_by_member(session, tenant),
+        days=USE_SHOWN_DAYS,
+    )
+
+
+def _held_by_member(session: Session, tenant: str | None) -> Counter[tuple[str, str]]:
+    """Return the devices that each member's tasks hold now, by the names of tenant and member."""
+    held = Counter[tuple[str, str]]()
+    for task in reports.running(session, tenant):
+        held[task.tenant, task.user] += len(task.devices)
+    return held
 
 
 # --- members ------------------------------------------------------------------------------------

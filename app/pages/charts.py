@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
@@ -12,7 +12,7 @@ from typing import Any
 
 from app.core import units
 from app.insight.forecast import Start
-from app.insight.reports import Curve, Happened, Queued, ReportedStay, UsageRow
+from app.insight.reports import Curve, Happened, Queued, ReportedStay, TenantShare, UsageRow
 from app.insight.time_spent import TimeSpent
 
 COLOURS = 8  # most series that can be told apart; roundhouse.css has their colours
@@ -338,6 +338,28 @@ def _part(stay: ReportedStay, since: datetime, until: datetime, devices: Sequenc
         words=f"{stay.device}, start {stay.epoch}, {duration(ended - begun)}, "
         f"{stay.end or 'still there'}",
     )
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+
+def parts_of_level(shares: Sequence[TenantShare]) -> dict[str, int]:
+    """Return each tenant's weight as whole percentage of its siblings' weights, by its id.
+
+    The percentages of siblings add up to 100: those with the largest remainders are rounded up.
+    """
+    levels = defaultdict(list)
+    for share in shares:
+        levels[share.parent_id].append(share)
+    return {id: percent for level in levels.values() for id, percent in _percentages(level)}
+
+
+def _percentages(level: Sequence[TenantShare]) -> Iterator[tuple[str, int]]:
+    whole = sum(share.weight for share in level)
+    exact = {share.id: 100 * share.weight / whole for share in level}
+    missing = 100 - sum(int(part) for part in exact.values())
+    up = sorted(exact, key=lambda id: int(exact[id]) - exact[id])[:missing]
+    return ((id, int(part) + (id in up)) for id, part in exact.items())
 
 
 # --- time breakdown -----------------------------------------------------------------------------

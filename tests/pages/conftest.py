@@ -94,7 +94,15 @@ class Service:
     @property
     def admins_pages(self) -> tuple[str, ...]:
         member, hook = f"/ui/members/{self.member}", f"/ui/webhooks/{self.hook}"
-        return ("/ui/members", member, "/ui/webhooks", hook, "/ui/audit", "/ui/decisions")
+        return (
+            "/ui/tenants",
+            "/ui/members",
+            member,
+            "/ui/webhooks",
+            hook,
+            "/ui/audit",
+            "/ui/decisions",
+        )
 
     @property
     def platform_pages(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from app.pages.charts import (
     next_start,
     not_numbers,
     own_reasons_first,
+    parts_of_level,
     queued_words,
     sparkline,
     time_line,
@@ -229,3 +231,14 @@ def test_few_turns_and_turns_of_several_tasks_stay_apart():
     mixed = few + happened(*ONE_TURN, task="u")
     assert folded(mixed) == mixed
     assert folded([]) == []
+
+
+def test_weights_of_siblings_add_up_to_100_percent_at_each_level() -> None:
+    weights = {"a": (None, 1), "b": (None, 1), "c": (None, 1), "a1": ("a", 2), "a2": ("a", 3)}
+    shares = [
+        SimpleNamespace(id=id, parent_id=parent, weight=float(weight))
+        for id, (parent, weight) in weights.items()
+    ]
+    parts = parts_of_level(shares)
+    assert sorted(parts[id] for id in "abc") == [33, 33, 34]
+    assert (parts["a1"], parts["a2"]) == (40, 60)
