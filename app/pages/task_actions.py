@@ -19,6 +19,8 @@ from app.api.access.tunnel_access import why_closed
 from app.api.access.visibility import may_act
 from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.model.provisions import process_images
+from app.core.model.provisions.notice import NEED as NOTICE
 from app.db.models import Request, Task
 from app.intake.actions import ADMIN_HOLD
 
@@ -116,14 +118,20 @@ def choices(session: Session, caller: Caller, request: Request) -> Choices:
 
 def _of_task(task: Task, as_admin: bool) -> OfTask:
     sits = task.state in ON_A_DEVICE and task.state != State.stopping
-    movable = task.state != State.running or MOVABLE in task.capabilities
+    run_kind = next(iter(task.descriptor.get("run") or {}), "")
+    is_stuck = process_images.cannot_move(run_kind, task.capabilities)
+    is_known = task.state != State.running or {MOVABLE, NOTICE} & {*task.capabilities}
     return OfTask(
         asked=_asked(task),
         cancel=task.cancel_asked_at is None,
         pause=not task.hold,
         resume=bool(task.hold) and (as_admin or task.hold != ADMIN_HOLD),
         save=sits and not task.save_asked,
-        move=sits and movable and task.devices_min == 1 and task.move_to is None,
+        move=sits
+        and not is_stuck
+        and bool(is_known)
+        and task.devices_min == 1
+        and task.move_to is None,
         widths=_widths(task),
         devices_max=task.devices_max,
     )

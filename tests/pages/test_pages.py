@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 
 from app.db.models import LogLine, Metric, Placement, Request, Task, Tenant
 from app.errors import NotFound
@@ -161,6 +161,30 @@ class TestLive:
         left = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
         assert visit.page.get_by_role("log").evaluate(left) < 8
 
+    def test_what_a_reader_does_survives_a_renewal(self, visit, service):
+        """An opened confirmation, typed text, the focus, and selected text."""
+        visit.sign_in("a admin")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        visit.live()
+        page = visit.page
+        page.get_by_text("Cancel the request…").click()
+        page.get_by_role("button", name="Cancel request").focus()
+        page.locator("#grep").evaluate("field => { field.value = 'step'; }")
+        page.locator(".log .line").nth(3).select_text()
+        selected = page.evaluate("getSelection().toString()")
+        with service.change() as session:
+            task = session.get_one(Task, service.tracked.id)
+            task.hold = "user"  # the form for Resume appears before the confirmation
+            journal.tell(session, task, "task.test", "Something happened meanwhile.")
+        visit.hear()
+        expect(page.locator(".events")).to_contain_text("Something happened meanwhile.")
+        expect(page.get_by_role("button", name="Resume")).to_be_visible()
+        expect(page.get_by_role("button", name="Cancel request")).to_be_focused()
+        expect(page.locator("#grep")).to_have_value("step")
+        assert page.evaluate("getSelection().toString()") == selected
+        with service.change() as session:
+            session.get_one(Task, service.tracked.id).hold = ""
+
     def test_reader_signed_out_elsewhere_is_led_to_the_sign_in(self, visit, service):
         visit.sign_in("a")
         visit.live()
@@ -258,7 +282,7 @@ class TestRequestPage:
         heads = visit.page.locator("main section h2").all_text_contents()
         assert heads == ["Tasks", "Look inside", "Metrics", "Log", "Timeline", "Events"]
         facts = visit.page.locator(".facts").first
-        expect(facts).to_contain_text("Device time")
+        expect(facts).to_contain_text("Without a device")
         expect(visit.page.locator("#log-title + p")).to_contain_text(re.compile(r"^2\d lines ·"))
 
     def test_peak_of_a_task_that_is_done_is_shown_with_the_next_request(self, visit, service):
@@ -325,8 +349,8 @@ class TestRequestPage:
             tasks[1].submitted_at = func.now() - timedelta(minutes=10)
         visit.sign_in("a")
         visit.go(f"/ui/requests/{first.request_id}")
-        queued = visit.page.locator(".facts").first.locator("div", has_text="Queued")
-        expect(queued).to_have_text(re.compile(r"Queued\s*30m \d\ds"))
+        queued = visit.page.locator(".facts").first.locator("div", has_text="Without a device")
+        expect(queued).to_have_text(re.compile(r"Without a device, all tasks together\s*30m \d\ds"))
         expect(visit.page.locator("#spent [data-label=Queued]")).to_have_text(
             [re.compile(r"^20m \d\ds 100 %$"), re.compile(r"^10m \d\ds 100 %$")]
         )
@@ -607,6 +631,26 @@ class TestEverywhere:
         for path in ("/ui/login", *service.pages[:-1], *service.platform_pages):
             visit.go(path)
             assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
+
+    @pytest.mark.parametrize("visit", [PHONE], indirect=True)
+    def test_long_names_on_a_phone_leave_room_for_bars_and_widen_no_page(self, visit, service):
+        long = "a_long_name_of_a_run_with_everything_in_it_lr_0.0003_seed_1234567"
+        with service.change() as session:
+            task = session.get_one(Task, service.tracked.id)
+            name, task.name = task.name, long
+            now = func.now()
+            session.merge(
+                Placement(task_id=task.id, epoch=1, device_id="d0", launched_at=now, started_at=now)
+            )
+        visit.sign_in("a")
+        for path in ("/ui/", "/ui/queue", f"/ui/requests/{task.request_id}"):
+            visit.go(path)
+            assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
+        widths = "bars => bars.map(bar => bar.getBoundingClientRect().width)"
+        assert min(visit.page.locator(".stays svg").evaluate_all(widths)) > 200
+        with service.change() as session:
+            session.get_one(Task, service.tracked.id).name = name
+            session.execute(delete(Placement).where(Placement.task_id == service.tracked.id))
 
     @pytest.mark.parametrize("visit", [PHONE], indirect=True)
     def test_navigation_on_a_phone_is_one_line_with_this_page_in_sight(self, visit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,6 +162,9 @@ class TaskView:
     result: dict[str, Any] | None
     outputs: dict[str, dict[str, Any]]
     params: dict[str, Any]
+    runs: str  # the command line, or the name of what is run
+    env: dict[str, str]
+    secrets: tuple[str, ...]  # names of variables
     steps: int | None
     is_command: bool
     capabilities: tuple[str, ...]
@@ -170,6 +174,14 @@ class TaskView:
 
 
 EXPLAINED = 50
+
+
+def _run_in_words(task: Task) -> str:
+    """Return the command line, as a shell takes it, or the name of the class, function or graph."""
+    run = task.descriptor.get("run") or {}
+    if "command" in run:
+        return shlex.join(run["command"])
+    return next((str(run[kind]) for kind in RUNS if kind in run), "")
 
 
 def movement_of(task: Task) -> str:
@@ -222,6 +234,9 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
             result=task.result,
             outputs=task.outputs,
             params=task.descriptor.get("params") or {},
+            runs=_run_in_words(task),
+            env=task.descriptor.get("env") or {},
+            secrets=tuple(task.descriptor.get("secrets") or ()),
             steps=steps_to_make(task),
             is_command="command" in task.descriptor.get("run", {}),
             capabilities=tuple(task.capabilities),

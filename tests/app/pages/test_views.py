@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from app.api.access import auth
+from app.db.models import Device
 from app.db.transactions import transaction
 from app.pages import views
 from tests.app.conftest import descriptor
@@ -85,3 +87,29 @@ def test_overview_reads_all_its_figures_from_one_snapshot(browser, monkeypatch):
     monkeypatch.setattr(views.transactions, "see_one_snapshot", asked.append)
     assert browser.get("/ui/", headers=AS_A_BROWSER).status_code == 200
     assert len(asked) == 1
+
+
+def test_page_of_a_request_says_what_its_tasks_run_and_with_which_variables(
+    app, red, world, session
+):
+    session.execute(update(Device).values(facts={"offers": ["env"]}))
+    run = {"run": {"command": ["python", "train.py", "--name", "two words"]}}
+    body = descriptor(tasks=[{"name": "train", **run, "env": {"EPOCHS": "3"}}])
+    answer = red.post("/v1/requests", json=body)
+    assert answer.is_success, answer.text
+    made = answer.json()
+    with transaction() as its:
+        _, cookie = auth.sign_in(its, world.keys["red.member"])
+    page = TestClient(app, cookies={auth.COOKIE: cookie}).get(f"/ui/requests/{made['id']}").text
+    assert "<code>python train.py --name &#39;two words&#39;</code>" in page
+    assert "<code>EPOCHS</code></dt><dd><code>3</code>" in page
+
+
+def test_lead_sees_the_quota_and_the_use_of_members_of_their_own_tenants_only(app, world):
+    with transaction() as its:
+        _, cookie = auth.sign_in(its, world.keys["red.tenant_admin"])
+    page = TestClient(app, cookies={auth.COOKIE: cookie}).get("/ui/tenants")
+    assert page.status_code == 200
+    assert 'id="quota-ten_red"' in page.text
+    assert "ten_blue" not in page.text
+    assert "Use by member" in page.text

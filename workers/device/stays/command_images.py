@@ -77,7 +77,6 @@ class CommandImages:
         self.side = side
         self.version = ""  # version of the CRIU that passed the trial
         self.mover: TreeMover | None = None  # the mover, once the trial has passed
-        self.missing = "it has not tried it out"  # why there is no mover
         self._trial: Trial | None = None
         spawner.on_layers = self.start
 
@@ -100,8 +99,7 @@ class CommandImages:
         if isinstance(found, BaseException):  # a fault of this program: then nothing is offered
             found = Found(missing=f"{type(found).__name__}: {found}")
         if found.missing or self._trial is None or self._trial.program is None:
-            self.missing = found.missing
-            log.info("processes of commands cannot be stored here: %s", found.missing)
+            log.warning("processes of commands cannot be stored here: %s", found.missing)
             return
         self.version = found.version
         house, accelerator = self.house, ""
@@ -143,7 +141,7 @@ class CommandImages:
         if spec.network.allow:
             return "it may use the network, and its connections would end in nothing elsewhere"
         if self.mover is None:
-            return f"its device cannot store processes: {self.missing}"
+            return "its device cannot store processes"  # the log tells operators why
         if "sealed" not in key:
             refused = key.get("refused", "its launch had none")
             return f"there is no key to encrypt its memory: {refused}"[:SENTENCE_MOST]

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.device_choice import choice_in, text_of
+from app.core.model.provisions.notice import NEED as NOTICE
 
 OFFER = "command-images"  # the offer that a device makes if its trial of CRIU passes
 
@@ -36,6 +37,12 @@ def choice_where_it_goes_on(choice: str, offer: str) -> str:
     return text_of(replace(asked, needs=tuple(sorted({*asked.needs, offer}))))
 
 
+def cannot_move(run_kind: str, capabilities: Collection[str]) -> bool:
+    """Return True if the task is known to lose its work on another device, as `movement` says."""
+    is_known = run_kind == "command" and bool(capabilities)
+    return run_kind == "function" or (is_known and not {MOVABLE, NOTICE} & {*capabilities})
+
+
 def movement(run_kind: str, capabilities: Collection[str], bound_because: str) -> str:
     """Return a sentence on what happens to the task if it leaves its device; "" if not known yet.
 
@@ -49,6 +56,8 @@ def movement(run_kind: str, capabilities: Collection[str], bound_because: str) -
         return f"It can move between two {_PARTS.get(run_kind, 'steps')}, with its state."
     if MOVABLE in capabilities:
         return "It can move at any moment: its processes go on elsewhere where they stood."
+    if NOTICE in capabilities:
+        return "It can move: it is told to save its state, and begins again in its kept folder."
     because = f": {bound_because}" if bound_because else ""
     return f"It cannot move: on another device it begins again in its kept folder{because}."
 
