@@ -10,6 +10,7 @@ Answers are the service's JSON as dictionaries; nothing is renamed or cached her
 ClientError
 ├── Problem         the service refused, and said why
 ├── Unreachable     the service did not answer, after all retries
+├── BadEnvironment  a variable for proxies or certificates prevents every call
 └── Damaged         the bytes received are not the bytes that the service promised
 """
 
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx2
+
+from app.cli import proxies
 
 JSON = dict[str, Any]
 
@@ -63,7 +66,12 @@ class ApiProblem(ClientError):
 class Unreachable(ClientError):
     def __init__(self, url: str, cause: Exception) -> None:
         self.url, self.cause = url, cause
+        self.proxy = proxies.in_words(url)
         super().__init__(f"{url} does not answer: {cause or type(cause).__name__}")
+
+
+class BadEnvironment(ClientError):
+    pass
 
 
 class DamagedDownload(ClientError):
@@ -97,8 +105,8 @@ class Client:
     ) -> None:
         self.url, self.patience_s = url.rstrip("/"), patience_s
         self._sleep, self._clock_s = sleep, clock_s
-        self._http = httpx2.Client(
-            base_url=self.url,
+        self._http = _opened(
+            self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s or TIMEOUT_S,
         )
@@ -378,6 +386,26 @@ class Client:
         return _Retries(self.patience_s, self._sleep)
 
 
+def _opened(url: str, **how: Any) -> httpx2.Client:
+    """Return a client for the address; raises BadEnvironment."""
+    try:
+        if proxies.variable_of(url):
+            return httpx2.Client(base_url=url, **how)
+        direct = httpx2.HTTPTransport(trust_env=url.startswith("https:"))  # for certificates
+        return httpx2.Client(base_url=url, transport=direct, **how)
+    except OSError as error:
+        name = "SSL_CERT_FILE" if os.environ.get("SSL_CERT_FILE") else "SSL_CERT_DIR"
+        raise BadEnvironment(
+            f"The certificates of {name}={os.environ.get(name, '')} cannot be read: {error}\n"
+            f"  Name a file of PEM certificates, or unset {name}."
+        ) from error
+    except (ValueError, ImportError, httpx2.InvalidURL) as error:
+        raise BadEnvironment(
+            f"The proxy of {proxies.in_words(url) or 'this machine'} cannot be used: {error}\n"
+            "  Name an http:// or https:// proxy, or put the host of the service into NO_PROXY."
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class _Upload:
     """The calls of one upload, as arguments."""
@@ -446,7 +474,9 @@ def _problem(response: httpx2.Response) -> ApiProblem:
     except ValueError:
         body = None
     if not isinstance(body, dict):  # the answer came from a proxy in front of the service
-        body = {"title": response.reason_phrase, "detail": response.text[:200]}
+        proxy = proxies.in_words(str(response.url))
+        via = f"from the proxy of {proxy}, or from behind it: " if proxy else ""
+        body = {"title": response.reason_phrase, "detail": f"{via}{response.text[:200]}"}
     return ApiProblem(response.status_code, body, retry_after_s=_seconds(response))
 
 

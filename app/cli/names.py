@@ -86,3 +86,14 @@ def find_named(client: Client, kind: str, which: str) -> JSON:
         told = f"no visible {kind} has the name or id {which!r}"
         raise not_found(told)
     return found[0]
+
+
+def names_that_begin(client: Client, incomplete: str) -> list[str]:
+    """Return names of the newest requests, or NAME/TASK, that begin like this."""
+    request, slash, _ = incomplete.partition("/")
+    if slash:
+        tasks = client.get(f"/v1/requests/{_request(client, request)}")["tasks"]
+        known = [f"{request}/{task['name']}" for task in tasks]
+    else:
+        known = [each["name"] for each in client.get("/v1/requests", limit=200)["items"]]
+    return [name for name in dict.fromkeys(known) if name.startswith(incomplete)]

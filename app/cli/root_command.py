@@ -12,7 +12,14 @@ from typer.core import TyperGroup
 
 from app.cli import credentials, wording
 from app.cli.bundling import UnreadablePath
-from app.cli.client import ApiProblem, Client, DamagedDownload, Unreachable
+from app.cli.client import (
+    ApiProblem,
+    BadEnvironment,
+    Client,
+    ClientError,
+    DamagedDownload,
+    Unreachable,
+)
 from app.cli.tables import Output, err
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
@@ -43,7 +50,7 @@ class Verbs(TyperGroup):
             fail(NO_ANSWER, Text(str(error)))
         except credentials.NoLogin as error:
             fail(NO_ACCESS, Text(str(error)))
-        except (UnreadablePath, credentials.BadAddress) as error:
+        except (UnreadablePath, credentials.BadAddress, BadEnvironment) as error:
             fail(USAGE, Text(str(error)))
         except KeyboardInterrupt:
             fail(INTERRUPTED, Text("Interrupted. Submitted work continues."))
@@ -96,6 +103,7 @@ app = typer.Typer(
     "answer, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 As = Annotated[
@@ -108,8 +116,25 @@ Format = Annotated[Output, typer.Option("--output", "-o", help="output format")]
 WHICH = (
     "name of a request, NAME/TASK for one of its tasks, or an id (its last 8 characters are enough)"
 )
-Which = Annotated[str, typer.Argument(metavar="NAME", help=WHICH)]
-Several = Annotated[list[str], typer.Argument(metavar="NAME...", help=WHICH)]
+COMPLETED_S = 3.0  # longest time in s that a completion may take to ask the service
+
+
+def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return names of requests for the shell, or of tasks after `NAME/`; none without a service."""
+    from app.cli.names import names_that_begin
+
+    try:
+        who = credentials.found(ctx.find_root().params.get("as_"))
+        with Client(who.url, who.key, patience_s=0.0, timeout_s=COMPLETED_S) as client:
+            return names_that_begin(client, incomplete)
+    except (ClientError, credentials.NoLogin, credentials.BadAddress):
+        return []  # a shell has no place for a message
+
+
+Which = Annotated[str, typer.Argument(metavar="NAME", help=WHICH, autocompletion=complete_name)]
+Several = Annotated[
+    list[str], typer.Argument(metavar="NAME...", help=WHICH, autocompletion=complete_name)
+]
 
 
 @app.callback()

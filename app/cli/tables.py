@@ -30,6 +30,7 @@ JSON = dict[str, Any]
 Output = StrEnum("Output", ["table", "wide", "json", "yaml"])
 
 SHORT = 8  # characters of an id that are shown
+NAME_LEAST = 16  # characters of a name that are shown however narrow the terminal
 WIDE = 250  # columns, if the output is no terminal
 
 _COLOURS = {
@@ -53,7 +54,7 @@ class Column:
     """Describes a column of a table.
 
     `whole` values, such as ids and numbers, are never broken over lines; others are if the terminal
-    is narrow. A `wide` column is shown only with `-o wide`.
+    is narrow, and names are shortened. A `wide` column is shown only with `-o wide`.
     """
 
     heading: str
@@ -150,9 +151,40 @@ class Rows:
             whole = column.whole or column.right
             justify: Any = "right" if column.right else "left"
             grid.add_column(column.heading, justify=justify, overflow="fold", no_wrap=whole)
-        for item in self.items:
-            grid.add_row(*(cell(column.of(item)) for column in columns))
+        rows = [[cell(column.of(item)) for column in columns] for item in self.items]
+        if not shows_all:
+            _shorten_names(rows, columns, options.max_width)
+        for row in rows:
+            grid.add_row(*row)
         yield grid
+
+
+def _shorten_names(rows: list[list[Text]], columns: list[Column], width: int) -> None:
+    """Leave out the middle of the longest names until the table fits the width in characters.
+
+    A name is broken over lines otherwise. Its beginning and its end tell it from others.
+    """
+    of_column = list(zip(*rows, strict=True))
+    widths = [
+        max(len(column.heading), *(cell.cell_len for cell in cells))
+        for column, cells in zip(columns, of_column, strict=False)
+    ]
+    excess = sum(widths) + 2 * len(columns) - width
+    for index in sorted(range(len(widths)), key=lambda index: -widths[index]):
+        is_of_names = not any(" " in cell.plain.strip() for cell in of_column[index])
+        if excess <= 0 or columns[index].whole or columns[index].right or not is_of_names:
+            continue
+        most = max(NAME_LEAST, widths[index] - excess)
+        for row in rows:
+            row[index] = _shortened(row[index], most)
+        excess -= max(0, widths[index] - most)
+
+
+def _shortened(name: Text, most: int) -> Text:
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    return Text.assemble(name[: most - 1 - end], "…", name[-end:])
 
 
 def table(items: Iterable[JSON], columns: Iterable[Column], *, empty: str = "") -> RenderableType:

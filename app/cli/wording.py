@@ -29,6 +29,7 @@ from app.cli.tables import (
     table,
     words,
 )
+from app.core import units
 from app.core.units import counted
 
 if TYPE_CHECKING:  # these imports would slow down every command
@@ -489,10 +490,27 @@ def explained(tasks: Iterable[JSON], failed: Iterable[JSON], given: str) -> Rend
     return Group(*(_explained(task, given) for task in tasks), *(_cause(task) for task in failed))
 
 
-def waits(told: JSON) -> Text:
-    """The first reason of one explanation, in one line."""
+def waits(told: JSON, build_s: float = 0.0) -> Text:
+    """The first reason of one explanation and the expected start, in one line.
+
+    `build_s` is for how many seconds a build of packages has been going on.
+    """
     place = f", place {told['place']} in the queue" if told["place"] else ""
-    return words(f"{told['task']}: {told['phase']}{place}. {told['message']}", "dim")
+    line = f"{told['task']}: {told['phase']}{place}. {told['message']}"
+    if build_s >= 1.0:
+        line = f"{line} For {units.duration(round(build_s))} so far."
+    elif told["phase"] != "paused" and first_code(told) != "NOT_LOOKED_AT":
+        line = f"{line} {_starts(told)}"
+    return words(line, "dim")
+
+
+def first_code(told: JSON) -> str:
+    """Return the code of the first reason of an explanation; "" without one."""
+    return str(told["reasons"][0]["code"]) if told["reasons"] else ""
+
+
+def is_build(told: JSON) -> bool:
+    return first_code(told) in ("ENVIRONMENT_PENDING", "PACKAGES_INSTALLING")
 
 
 def notebook_at(url: str) -> Text:
@@ -1066,4 +1084,7 @@ _ACTIONS = {
 def unreachable(error: Unreachable) -> Text:
     text = words(f"{error.url} does not answer", "bold red")
     text.append("\n  ").append_text(words(f"{error.cause or type(error.cause).__name__}"))
+    if error.proxy:
+        text.append("\n  ").append_text(words(f"It was called through the proxy of {error.proxy}."))
+        return text.append("\n  Is the proxy right?  NO_PROXY=HOST calls HOST without it.")
     return text.append("\n  Is it running (make up)?  Is the address right (roundhouse whoami)?")

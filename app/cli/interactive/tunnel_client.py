@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
+from app.cli import proxies
 from app.cli.client import JSON, Client, Unreachable
 from app.core.model.provisions.tunnel import (
     FRAME_BYTES,
@@ -64,9 +65,13 @@ class UserEnd:
         made = client.post(f"/v1/tasks/{task_id}/tunnels", body)
         url = "ws" + client.url.removeprefix("http") + made["path"]
         try:
-            # the service needs no compression, and a proxy from the environment must not be used
-            # unasked
-            async with connect(url, compression=None, max_size=2**17, max_queue=4) as socket:
+            async with connect(
+                url,
+                compression=None,  # the service needs none
+                max_size=2**17,
+                max_queue=4,
+                proxy=proxies.proxy_of(client.url),
+            ) as socket:
                 await socket.send(made["ticket"])
                 yield cls(socket, news)
         except (InvalidHandshake, InvalidURI, ConnectionClosed, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Annotated
 
@@ -86,14 +87,18 @@ def logs(
     which = {"grep": grep, "tail": tail}
     with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, given)
-        path = f"/v1/requests/{id}/logs"
+        request_id, task = id, ""
         if kind == "tasks":
             found = client.get(f"/v1/tasks/{id}")
-            path, which["task"] = f"/v1/requests/{found['request_id']}/logs", found["name"]
+            request_id, task = found["request_id"], found["name"]
+            which["task"] = task
+        waits = watching.WaitReasons(partial(root_command.connect, ctx), request_id, task)
         printed = False
-        for line in _lines(client, path, which, follow):
-            show_line(line, output, partial(wording.log_line, line))
-            printed = True
+        with waits if follow else nullcontext():
+            for line in _lines(client, f"/v1/requests/{request_id}/logs", which, follow):
+                waits.heard()
+                show_line(line, output, partial(wording.log_line, line))
+                printed = True
         if printed or grep:
             return
         value = client.get(f"/v1/{kind}/{id}")

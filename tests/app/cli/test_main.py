@@ -794,7 +794,7 @@ class TestFollowing:
         paused = "train: paused, place 1 in the queue. Paused by a user."
         queued = (
             "train: queued, place 1 in the queue. 1 of 1 cpu device is free: "
-            "the scheduler assigns it in its next round."
+            "the scheduler assigns it in its next round. "
         )
 
         def play() -> None:
@@ -802,7 +802,7 @@ class TestFollowing:
             [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
             for hold, line in (("user", paused), ("", queued)):
                 service.waits(id, hold=hold)
-                _until(lambda line=line: line in told, line)
+                _until(lambda line=line: any(each.startswith(line) for each in told), line)
             service.ends(id, "done")
 
         playing = threading.Thread(target=play)
@@ -813,7 +813,54 @@ class TestFollowing:
         shown = [line for line in result.stderr.splitlines() if line.startswith("train: ")]
         if "Not scheduled yet" in shown[0]:
             del shown[0]  # we were slower than the watcher: it was true for a moment
-        assert shown == [paused, queued]
+        assert len(shown) == 2
+        assert shown[0] == paused
+        assert shown[1].startswith(queued)
+        assert re.search(r"Start time unknown\.|Expected to start ", shown[1])
+
+    def test_log_of_a_queued_task_that_is_followed_says_why_it_waits_and_goes_on(
+        self, run, service, submitted, monkeypatch
+    ):
+        monkeypatch.setattr(watching, "SILENT_S", 0.1)
+        service.waits(submitted)
+        terminal, told = watching.err, threading.Event()
+
+        def show(line: Any) -> None:
+            terminal().print(line)
+            told.set()
+
+        def play() -> None:
+            told.wait(60)
+            service.prints(submitted, "the first line")
+            service.ends(submitted, "done")
+
+        monkeypatch.setattr(watching, "err", lambda: SimpleNamespace(print=show))
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("logs", "-f", submitted)
+        playing.join()
+        assert result.exit_code == 0, result.output
+        assert "train: queued, place 1 in the queue. " in result.stderr
+        assert "the first line" in result.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("logs",), ("simulate",), ("key", "add")])
+def test_short_option_asks_for_help_everywhere(run, words):
+    asked = run(*words, "-h")
+    assert asked.exit_code == 0
+    assert asked.stdout == run(*words, "--help").stdout
+
+
+def test_shell_completes_names_of_requests_and_of_their_tasks(run, submitted, code, monkeypatch):
+    [name] = [r["name"] for r in json.loads(run("ps", "-o", "json").stdout) if r["id"] == submitted]
+    monkeypatch.setenv("_ROUNDHOUSE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    for given, completed in ((name[:3], name), (f"{name}/", f"{name}/train")):
+        monkeypatch.setenv("COMP_WORDS", f"roundhouse logs {given}")
+        assert completed in run(prog_name="roundhouse").stdout.split()
+    monkeypatch.setenv("ROUNDHOUSE_URL", "http://127.0.0.1:9")
+    result = run(prog_name="roundhouse")
+    assert (result.stdout.split(), result.stderr) == ([], "")
 
 
 # --- wishes ---

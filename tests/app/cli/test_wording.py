@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from app.cli import wording
-from app.cli.tables import Screen, table
+from app.cli.tables import Column, Screen, table
+from app.cli.watching import WaitReasons
 
 TOLD = {
     "task": "train",
@@ -201,3 +203,35 @@ def test_a_device_is_shown_with_its_figures_and_what_was_decided():
     Screen(file=out, width=100).print(wording.one_device(device, {}))
     for told in (XID, f"Cordoned: {XID}", "memory_used_bytes", "1.0 GiB", "312.4"):
         assert told in out.getvalue()
+
+
+def test_table_that_does_not_fit_shortens_long_names_in_their_middle() -> None:
+    named = [
+        {"name": f"a-long-name-of-a-run-{n:050}", "id": "0" * 8, "why": "two words"} for n in (1, 2)
+    ]
+    columns = [
+        Column("NAME", lambda r: r["name"]),
+        Column("ID", lambda r: r["id"], whole=True),
+        Column("WHY", lambda r: r["why"]),
+    ]
+    console = Console(width=40, file=io.StringIO())
+    console.print(table(named, columns))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert all(len(line) <= 40 for line in lines)
+    assert "a-long-n…00000001 " in lines[1]
+
+
+def test_watched_wait_is_told_again_only_when_something_else_than_a_figure_changed() -> None:
+    waits = WaitReasons(lambda: None, "req")  # type: ignore[arg-type, return-value]
+    told = {"task": "train", "phase": "queued", "place": 3, "reasons": [{"code": "A"}]}
+    soon, late = {"p50_s": 100.0}, {"p50_s": 400.0}
+    assert waits._is_news({**told, "estimate": soon}, 0.0)
+    assert not waits._is_news({**told, "estimate": soon}, 5.0)
+    assert not waits._is_news({**told, "estimate": {"p50_s": 60.0}}, 20.0), "within its interval"
+    assert waits._is_news({**told, "estimate": late}, 25.0)
+    assert waits._is_news({**told, "place": 2, "estimate": late}, 30.0)
+    assert waits._is_news({**told, "place": 2, "estimate": None}, 35.0)
+    built = {**told, "reasons": [{"code": "PACKAGES_INSTALLING"}], "estimate": None}
+    news = [at_s for at_s in range(40, 130) if waits._is_news(built, float(at_s))]
+    assert news == [40, 61, 82, 103, 124]
