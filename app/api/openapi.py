@@ -2,7 +2,7 @@
 
 It adds what a route cannot declare: the only media type of errors, the form of a list's page, and
 an example for every part of a path. That is the example of the thing that the part names, unless
-the part has its own example.
+the part has its own example. `operation_details` adds what is said of each operation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from app.api import operation_details
 from app.api.access.rate_limiting import SESSION_COOKIE
 from app.api.descriptor_schema import COMPONENTS
 from app.api.schemas.base import Problem
@@ -55,6 +56,7 @@ def completed(document: JSON) -> JSON:
     schemas.update(deepcopy(COMPONENTS))
     document["components"]["securitySchemes"] = deepcopy(_SECURITY)
     _put_nulls_back(document)
+    operation_details.add(document)
     for name, schema in schemas.items():
         if name.startswith("Page_") and (item := _example(schemas, _items(schema))) is not None:
             schema["examples"] = [{"items": [item], "next_cursor": None}]

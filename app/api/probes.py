@@ -194,29 +194,28 @@ def show_docs() -> str:
     return _DOCS
 
 
+#: The groups of the API's page, in its order: work, then what administrators change, then data.
 TAGS: list[dict[str, Any]] = [
-    {"name": "requests", "description": "Submit, follow and change requests."},
-    {"name": "tasks", "description": "The tasks of a request, and why each waits."},
-    {"name": "checkpoints", "description": "Checkpoints of jobs, and the tensors in them."},
-    {"name": "bundles", "description": "The code that requests run."},
-    {"name": "graphs", "description": "Programs of many small functions of a bundle."},
-    {
-        "name": "datablocks",
-        "description": "Named and versioned tensors that tasks can use as inputs.",
-    },
-    {"name": "shares", "description": "Entitlements, queues, usage and scheduling decisions."},
-    {"name": "simulations", "description": "What would change with other shares or devices."},
-    {"name": "tenants", "description": "Tenants, their weights and their quotas."},
-    {"name": "users and keys", "description": "The users of a tenant, and their API keys."},
-    {"name": "webhooks", "description": "Notifications of ended requests, and their deliveries."},
-    {"name": "secrets", "description": "Values for environment variables, never shown again."},
-    {"name": "devices", "description": "Islands, hosts and devices."},
-    {"name": "presets", "description": "Device settings for each type of task."},
-    {"name": "environments", "description": "Packages that requests bring, as they are locked."},
-    {
-        "name": "mounts",
-        "description": "Folders and container images of the hosts that tasks can see, read-only.",
-    },
-    {"name": "audit", "description": "The actions of administrators."},
-    {"name": "meta", "description": "The service itself."},
+    {"name": tag, "description": description}
+    for tag, description in {
+        "requests": "Submit, follow and change requests.",
+        "tasks": "The tasks of a request, and why each waits.",
+        "shares": "Entitlements, queues, usage and scheduling decisions.",
+        "tenants": "For administrators: tenants, their weights and their quotas.",
+        "users and keys": "For administrators: the users of a tenant, and their API keys.",
+        "devices": "For administrators: islands, hosts and devices.",
+        "presets": "For administrators: device settings for each type of task.",
+        "mounts": "For administrators: folders and container images of the hosts that tasks can "
+        "see, read-only.",
+        "simulations": "For administrators: what would change with other shares or devices.",
+        "audit": "For administrators: the actions of administrators.",
+        "webhooks": "For administrators: notifications of ended requests, and their deliveries.",
+        "secrets": "Values for environment variables, never shown again.",
+        "checkpoints": "Checkpoints of jobs, and the tensors in them.",
+        "bundles": "The code that requests run.",
+        "graphs": "Programs of many small functions of a bundle.",
+        "datablocks": "Named and versioned tensors that tasks can use as inputs.",
+        "environments": "Packages that requests bring, as they are locked.",
+        "meta": "The service itself.",
+    }.items()
 ]

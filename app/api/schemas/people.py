@@ -153,7 +153,7 @@ _SCOPES = "The scopes to which the key is restricted; null: everything that its 
 
 
 class UserIn(In):
-    model_config = example(name="ada", weight=1.0)
+    model_config = example(name="ada", weight=1.0, tenant_id=EXAMPLE_TENANT)
     name: Name
     weight: Weight = Field(1.0, description=_USER_WEIGHT)
     tenant_id: str | None = Field(None, description="Default: the caller's tenant.")

@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 
 from app.local import openapi_contract
+from tests.app.conftest import descriptor
 
 REF = "#/components/schemas/"
 
@@ -67,6 +68,50 @@ class TestOperations:
             assert operation["tags"][0] in tags, name
             assert operation["summary"], name
             assert operation["description"], name
+            assert not operation["description"].startswith("Needs the scope"), name
+
+    def test_each_operation_says_which_scope_a_key_needs(self, operations):
+        for name, operation in operations.items():
+            if scope := operation.get("x-scope"):
+                assert f"Needs the scope `{scope}`" in operation["description"], name
+
+    def test_each_success_is_described_in_words(self, operations):
+        for name, operation in operations.items():
+            told = {answer["description"] for answer in operation["responses"].values()}
+            assert "Successful Response" not in told, name
+
+    def test_declared_headers_are_sent(self, operations, as_, red):
+        root = as_("root")
+        tenant = root.post("/v1/tenants", json={"name": "violet"})
+        address = tenant.headers["location"]
+        calls = {
+            "POST /v1/tenants": tenant,
+            "GET /v1/tenants/{id}": root.get(address),
+            "PATCH /v1/tenants/{id}": root.patch(
+                address, json={"weight": 2}, headers={"If-Match": tenant.headers["etag"]}
+            ),
+            "GET /v1/users": root.get("/v1/users?limit=1"),
+            "POST /v1/requests": red.post("/v1/requests", json=descriptor()),
+        }
+        known = {"ETag", "Location", "Link"}
+        for name, answer in calls.items():
+            assert answer.is_success, answer.text
+            declared = operations[name]["responses"][str(answer.status_code)]["headers"]
+            sent = {header for header in known if header in answer.headers}
+            assert sent == known & {*declared}, name
+
+    def test_version_is_declared_as_needed_where_a_change_without_it_is_refused(
+        self, operations, as_
+    ):
+        needed = {
+            name: parameter["required"]
+            for name, operation in operations.items()
+            for parameter in operation.get("parameters", ())
+            if parameter["name"] == "if-match"
+        }
+        assert len(needed) == 4
+        assert all(needed.values())
+        assert as_("root").patch("/v1/tenants/ten_red", json={"weight": 2}).status_code == 428
 
     def test_each_operation_has_its_own_name(self, operations):
         ids = [operation["operationId"] for operation in operations.values()]
