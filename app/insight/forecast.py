@@ -47,6 +47,7 @@ from app.db.transactions import AnyRow
 from app.scheduling import gang_tickets
 
 LEARNED_S = 60.0  # age at which a history is read again
+NONE_LEARNED_S = 1.0  # the same while nothing has ended: the first end is to be known at once
 HISTORY = timedelta(days=30)
 PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
 STARTS = 200  # newest placements that say how long a start takes
@@ -83,7 +84,8 @@ class Learned:
 
     def refreshed(self, session: Session) -> Learned:
         now_s = time.monotonic()
-        if not self.read_s or now_s - self.read_s >= LEARNED_S:
+        has_none = self.history.median_s(((),)) is None
+        if not self.read_s or now_s - self.read_s >= (NONE_LEARNED_S if has_none else LEARNED_S):
             self.read_s, self.history = now_s, _history(session)
             self.start_s = session.scalar(_START_S) or 0.0
             self._calibrate(session)

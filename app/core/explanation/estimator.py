@@ -355,7 +355,9 @@ def starts_in(
     try:
         waits = _waits(_Cast(scene, tenant, place, history), events)
     except KeyError:
-        return Unknown(code="NO_HISTORY", message="No task has ended here yet to learn from.")
+        return Unknown(
+            code="NO_HISTORY", message="No task has ended by itself here yet to learn from."
+        )
     logs = [math.log(max(1.0, wait)) for wait in waits]
     # A round of the island may take a second.
     told = _interval(max(1.0, median(waits)), math.hypot(LEAST_SPREAD, _deviation(logs)))

@@ -7,6 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import func, select, text, update
@@ -19,7 +20,7 @@ from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions
 from app.db.models import Account, Island, Need, Placement, Task
-from app.insight import explain
+from app.insight import explain, forecast
 from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
 
@@ -534,6 +535,15 @@ class TestEstimate:
         ended = {"ended_at": datetime.now(UTC), "end": "finished"}
         scenery.seat(task, **ended)
 
+    def test_first_end_of_a_task_is_known_at_once(self, session, scenery, monkeypatch):
+        clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+        monkeypatch.setattr(forecast, "time", clock)
+        learned = forecast.Learned().refreshed(session)
+        scenery.device("d0")
+        self.ended(scenery, scenery.tenant("red"), 100)
+        clock.now_s += 2.0
+        assert learned.refreshed(session).history.remaining(((),)) is not None
+
     def test_no_estimate_is_given_without_history(self, session, scenery):
         a = scenery.tenant("a")
         scenery.device("d0")
@@ -542,7 +552,7 @@ class TestEstimate:
         assert found.estimate is None
         assert found.no_estimate == {
             "code": "NO_HISTORY",
-            "message": "No task has ended here yet to learn from.",
+            "message": "No task has ended by itself here yet to learn from.",
         }
 
     def test_estimate_is_an_interval_around_the_median(self, session, scenery):
