@@ -145,7 +145,7 @@ ENDLESS = {"top": ["--once"]}
 
 def code_of(page: str, language: str) -> str:
     """Return the blocks of a language; those of commands and their answers have none."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / ("" if page == "README" else "docs") / f"{page}.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return "".join(code for its_language, code in blocks if its_language == language)
 
@@ -181,6 +181,29 @@ def test_every_command_of_the_tutorial_works(
     for left in ("got/*artifacts.zip", "digits.safetensors", "replay.svg"):
         [file] = tmp_path.glob(left)
         assert file.stat().st_size > 0, left
+
+
+@pytest.mark.long
+def test_first_session_of_the_readme_shows_a_wait_its_reason_and_a_move(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    seats = []
+    try:
+        for line in session_lines("README"):
+            if line.startswith("roundhouse why script"):
+                assert "[WAITING_FOR_DEVICE]" in run("why", "script").stdout
+                seats.append(shown(run, "digits")["seat"])
+            _do(run, line)
+            if line.startswith("roundhouse migrate digits"):
+                moved = until(run, "digits", lambda task: task["seat"] not in (None, *seats))
+                assert moved["lost_steps"] == 0
+    finally:  # other tests need the devices
+        for request in json.loads(run("ps", "-o", "json").stdout):
+            run("cancel", request["id"])
+        run("--as", "beta", "cancel", "chars")
+    assert seats
 
 
 def _do(run: Run, line: str) -> None:
