@@ -245,3 +245,23 @@ def test_cited_rules_are_described() -> None:
 def test_command_is_installed_under_the_name_in_the_docs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"roundhouse": "app.cli.main:main"}
+
+
+def test_every_table_of_the_docs_begins_with_its_header() -> None:
+    for page in DOCS:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            assert re.match(r"\|.*\n\|[ :|-]+\n", block), f"{page.name}: {block.splitlines()[0]}"
+
+
+def test_members_of_classes_that_comments_name_exist() -> None:
+    """`State.NEW` in a docstring names a class, and its member in the same file."""
+    files = [path for folder in ("app", "workers") for path in (ROOT / folder).rglob("*.py")]
+    texts = {path: path.read_text() for path in files}
+    classes = {
+        name: text for text in texts.values() for name in re.findall(r"^class (\w+)", text, re.M)
+    }
+    for path, text in texts.items():
+        for name, member in re.findall(r"`([A-Z][A-Za-z]+)\.([A-Z_]{2,})`", text):
+            if name in classes:
+                assert re.search(rf"\b{member}\b *[=:]", classes[name]), f"{path}: {name}.{member}"

@@ -10,9 +10,9 @@ ends. So the table is never left locked. Each rank holds the lock on its own byt
 its life: a process that finds that byte free knows that the rank is dead. This needs no supervisor.
 
 A gang over several hosts has an arena on each host, with room for all ranks. Ranks of another host
-stay `State.NEW` here; this host's bridge (`workers.ranks.host_bridge`) acts for them. The bridge
-has an eventfd and a lifeline of its own, behind those of the ranks, and an outbox to which the
-ranks of this host write.
+stay `RankState.NEW` here; this host's bridge (`workers.ranks.host_bridge`) acts for them. It has an
+eventfd and a lifeline of its own, behind those of the ranks, and an outbox to which the ranks of
+this host write.
 
 Everything is reached by file descriptors, which a fork inherits and a socket can carry; nothing has
 a name in the file system. `turns` and `rendezvous` give the words their meaning; this module itself
