@@ -123,14 +123,17 @@ def test_failed_connection_is_retried(pulse, line):
     assert len(line.sent) == 1
 
 
-def test_points_of_a_stay_are_told_until_a_report_with_them_is_answered():
+def test_rows_of_a_stay_are_told_until_a_report_with_them_is_answered():
     stay = Stay.of(launch_of("t1"), StayRecord("t1", 1))
-    first, more = [[1, {"loss": 2.0}]], [[1, {"loss": 2.0}], [2, {"loss": 1.0}]]
-    stay.add_points(first)
+    first, more = [[1, {"loss": 2.0}]], [[2, {"loss": 1.0}]]
+    stay.add_rows(first, is_thinned=False)
     assert stay.view(1_000).points == first
-    stay.add_points(more)
-    stay.add_points([])  # its process has told all
-    stay.heard(0, 1_000)
+    stay.add_rows(more, is_thinned=False)
+    stay.add_rows([], is_thinned=False)  # its process has told all
+    assert stay.view(1_200).points == first + more
+    stay.heard(0, 900)
+    assert stay.view(1_300).points == first + more
+    stay.heard(0, 1_200)  # the report of that time had the second row, too, which is told again
     assert stay.view(2_000).points == more
     stay.heard(0, 1_500)
     assert stay.view(3_000).points == more
