@@ -235,6 +235,61 @@ def test_names_that_objects_give_each_other_agree():
     assert config == MANIFESTS["shared/settings.yaml"]["metadata"]["name"]
 
 
+# --- the network ----------------------------------------------------------------------------------
+
+DEVICE = {"app.kubernetes.io/name": "roundhouse-device"}
+API = {"app.kubernetes.io/name": "roundhouse-api"}
+
+
+def admits(policy: JSON, namespace: str, labels: JSON, port: int = 40_000) -> bool:
+    """Say whether a policy lets this pod connect to the pods that it selects.
+
+    The rules are those of the API reference: any rule and any of its peers may match, all parts of
+    a peer must, and a peer without a namespaceSelector means the namespace of the policy.
+    """
+    names = {"kubernetes.io/metadata.name": namespace}
+
+    def matches(selector: JSON, its: JSON) -> bool:
+        assert selector.keys() <= {"matchLabels"}
+        return selector.get("matchLabels", {}).items() <= its.items()
+
+    def is_peer(peer: JSON) -> bool:
+        assert peer
+        assert peer.keys() <= {"podSelector", "namespaceSelector"}
+        if "namespaceSelector" in peer:
+            is_there = matches(peer["namespaceSelector"], names)
+        else:
+            is_there = namespace == policy["metadata"]["namespace"]
+        return is_there and matches(peer.get("podSelector", {}), labels)
+
+    return any(
+        (not rule.get("from") or any(map(is_peer, rule["from"])))
+        and (not rule.get("ports") or any(each["port"] == port for each in rule["ports"]))
+        for rule in policy["spec"]["ingress"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("namespace", "labels", "is_admitted"),
+    [
+        ("roundhouse-devices", DEVICE | {"roundhouse/kind": "cpu"}, True),
+        ("roundhouse", API, True),  # shells, forwarded ports, notebooks
+        ("roundhouse-devices", {}, False),
+        ("roundhouse-devices", API, False),
+        ("default", API, False),
+        ("default", DEVICE, False),
+        ("roundhouse", {}, False),
+        ("roundhouse", DEVICE, False),
+    ],
+)
+def test_device_workers_take_connections_of_device_workers_and_the_api(
+    namespace, labels, is_admitted
+):
+    policy = MANIFESTS["shared/network.yaml"]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert admits(policy, namespace, labels) is is_admitted
+
+
 def test_page_makes_each_secret_that_a_pod_needs():
     page = (ROOT / "docs" / "howto" / "kubernetes.md").read_text()
     volumes = [each["secret"]["secretName"] for each in pod("cpu")["volumes"] if "secret" in each]
