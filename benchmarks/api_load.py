@@ -109,7 +109,8 @@ def main() -> int:
     with temporary_home() as home, running(home) as system:
         lives_s(system, TASKS)  # warm-up: processes start, and batches grow
         lived = lives_s(system, lives)
-        single = lives_s(system, lives, of_request=1)
+        single = lives_s(system, lives, of_request=1, isolation="user")
+        closed = lives_s(system, lives, of_request=1)  # each starts a process
         apart = lives_s(system, lives, isolation="process")
         ours_load = load()
     peers = peers_lives(lives, {"batches": lived, "single": single, "process": apart})
@@ -141,6 +142,9 @@ def main() -> int:
         Target(name="reads, p99", value=p99(every), unit="ms", op="<=", bound=50),
         Target(name="lives of functions", value=lived, unit="/s", op=">=", bound=500),
         Target(name="lives of single requests", value=single, unit="/s", op=">=", bound=150),
+        Target(
+            name="lives of requests that share nothing", value=closed, unit="/s", op=">=", bound=60
+        ),
         Target(name="lives in a process of their own", value=apart, unit="/s", op=">=", bound=60),
     ]
     beside = {

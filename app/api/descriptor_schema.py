@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import Body
 from pydantic import WithJsonSchema
 
-from app.core.model.descriptor import OWN_PROCESS
+from app.core.model.descriptor import ISOLATIONS
 from app.core.model.fields import parser_of
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
@@ -409,10 +409,11 @@ _TASK = _object(
         },
         "isolation": {
             "type": "string",
-            "enum": [OWN_PROCESS],
+            "enum": [*ISOLATIONS],
             "description": "`process`: a function gets a process that no other task uses. Without"
-            " it, functions of one user with the same module, bundle, packages, preset and limits"
-            " may run one after another in one process",
+            " it, functions of one request with the same module, bundle, packages, preset and"
+            " limits may run one after another in one process; with `user`, those of all requests"
+            " of the user that say so, too",
         },
     },
     ["name", "run"],

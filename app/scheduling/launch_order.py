@@ -66,6 +66,7 @@ class LaunchFacts:
             seq=task.order_seq,
             tenant=task.tenant_id,
             user=task.user_id if device.facts.get("user") else "",
+            request=task.request_id if device.facts.get("request") else "",
             spec=spec,
             bundle=self.bundles[task.id],  # "" for a command without a bundle
             inputs=self.inputs.get(task.id, {}),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.core.model.descriptor import labels_in
+from app.core.model.descriptor import SHARING_NEED, labels_in
 from app.core.model.provisions import notice, session
 from app.core.security.addresses import addresses_by_name
 from app.core.security.sandbox_layers import Mode
@@ -254,8 +254,9 @@ class House:
             **({"ranks_apart": True} if self.kind != "cpu" else {}),
             "spec": True,  # for an island of the version before: a Launch may have a descriptor
             "image_key": True,  # the worker takes a Launch with the key of images
-            "user": True,  # the worker takes a Launch with its user
-            "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation"],
+            "user": True,  # the worker takes a Launch with its user,
+            "request": True,  # and with its request
+            "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation", SHARING_NEED],
         }
 
 

@@ -61,8 +61,11 @@ JSON = dict[str, Any]
 TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
-# the value of `isolation` for a function that shares its process with no other function
-OWN_PROCESS = "process"
+# Values of `isolation`: a function that shares its process with no other function, and one that
+# shares it with all requests of its user.  The default is to share it within its request.
+OWN_PROCESS, OF_USER = "process", "user"
+ISOLATIONS = (OWN_PROCESS, OF_USER)
+SHARING_NEED = "isolation:user"  # of devices whose workers know that value
 # ranks of these programs keep their devices, unless the descriptor says otherwise
 ONE_DEVICE = ("function", "command")
 
@@ -218,7 +221,7 @@ class TaskDescriptor:
     notice: Notice | None = None
     resources: Resources = NO_RESOURCES
     session: InteractiveSession | None = None
-    # OWN_PROCESS, or "" for a function that may share its process with others
+    # one of ISOLATIONS, or "" for a function that shares its process within its request
     # (`core.model.shared_process`)
     isolation: str = ""
 
@@ -354,7 +357,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             world_size=world_size,
             is_session=fields.body.get("session") is not None,
         ),
-        isolation=fields.one_of("isolation", (OWN_PROCESS,), ""),
+        isolation=fields.one_of("isolation", ISOLATIONS, ""),
     )
     return _with_needs(task)
 
@@ -379,7 +382,8 @@ def needs_of(task: TaskDescriptor) -> dict[str, str]:
         "secrets": ("secrets", task.secrets),
         notice.NEED: ("notice", task.notice),
         session.NEED: ("session", task.session),
-        "isolation": ("isolation", task.isolation),
+        "isolation": ("isolation", task.isolation == OWN_PROCESS),
+        SHARING_NEED: ("isolation", task.isolation == OF_USER),
     }
     needs = {need: field for need, (field, value) in asked.items() if value}
     mounts = {need_of(name): f"mounts/{escaped(target)}" for target, name in task.mounts.items()}

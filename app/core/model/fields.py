@@ -34,7 +34,7 @@ _EXAMPLES = {
     "devices": '{"max": 2}',
     "retry": '{"max": 3}',
     "resources": '{"cpus": 4, "memory_bytes": 16e9}',
-    "isolation": '"process"',
+    "isolation": '"process" or "user"',
     "notice": '{"signal": "SIGUSR1", "seconds": 60}',
     "checkpoint": '{"every_s": 60}',
     "network": '{"allow": ["huggingface.co:443"]}',

@@ -2,16 +2,18 @@
 
 Most functions are short: to fork a process and put it into a sandbox takes longer than they run. So
 a process whose function has ended rests, and the next function with the same key runs there.
-Functions with the same key belong to one user, have the same code, packages and preset, and get the
-same from their host. They share all that a process has: modules, globals, memory, folders. So a
-function could read, or change the results of, those that run after it there.
+Functions with the same key belong to one request, have the same code, packages and preset, and get
+the same from their host. They share all that a process has: modules, globals, memory, folders. So a
+function could read, or change the results of, those that run after it there. That is why other
+requests of the same user, whose key several people may have, do so only by choice
+(`isolation: user`).
 """
 
 from __future__ import annotations
 
 import json
 
-from app.core.model.descriptor import OWN_PROCESS
+from app.core.model.descriptor import OF_USER, OWN_PROCESS
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.protocol.messages import Launch
 from app.core.model.provisions.folder import FOLDER
@@ -42,5 +44,15 @@ def shared_process_key(launch: Launch) -> str:
     module, _, _ = spec.run.entry.partition(":")
     environment = None if spec.environment is None else spec.environment.lock
     asked = [spec.devices.memory_bytes, spec.resources.as_json(), dict(spec.env)]
-    parts = [launch.tenant, launch.user, launch.bundle, module, environment, launch.preset, asked]
+    request = "" if spec.isolation == OF_USER else launch.request
+    parts = [
+        launch.tenant,
+        launch.user,
+        request,
+        launch.bundle,
+        module,
+        environment,
+        launch.preset,
+        asked,
+    ]
     return json.dumps(parts, sort_keys=True)

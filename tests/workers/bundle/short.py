@@ -105,3 +105,13 @@ def wait(ctx):
     while not os.path.exists("end"):
         time.sleep(0.01)
     return {"process": PROCESS}
+
+
+def spoil_torch(ctx):
+    """Change what other functions of the process compute."""
+    torch.ones = torch.zeros
+    return {}
+
+
+def ones(ctx):
+    return {"sum": float(torch.ones(3).sum())}

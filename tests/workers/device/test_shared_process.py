@@ -42,6 +42,19 @@ def test_functions_run_one_after_another_in_one_process(rig):
     assert results[0]["state"] == results[1]["state"] == results[2]["state"]
 
 
+def test_functions_of_two_requests_share_no_process_unless_both_say_so(rig):
+    first, second = (_process(rig, f"a{n}", request=f"req_{n}") for n in range(2))
+    assert first != second
+    ours = [_process(rig, f"b{n}", request=f"req_{n}", isolation="user") for n in range(2)]
+    assert ours[0] == ours[1]
+    assert ours[0] not in (first, second)
+
+
+def test_function_cannot_change_the_torch_of_another_request(rig):
+    _ended(rig, "t0", "short:spoil_torch", request="req_0")
+    assert _ended(rig, "t1", "short:ones", request="req_1").result["sum"] == 3.0
+
+
 def test_functions_that_are_launched_together_run_one_after_another(rig):
     for n in range(4):
         rig.launch(f"t{n}", "short:look", params={"nap_s": 0.05})

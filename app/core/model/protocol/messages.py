@@ -117,9 +117,10 @@ class Launch(Order):
     image_key: JSON = field(default_factory=dict)
     # destinations of `spec.network` that the tenant may not reach any more
     withdrawn: list[str] = field(default_factory=list)
-    # User that submitted the task; "" for a worker of an older version. Only functions of one user
-    # share a process (`core.model.shared_process`).
+    # User and request of the task; "" for a worker of an older version. Only functions of one
+    # request share a process, or those of one user (`core.model.shared_process`).
     user: str = ""
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

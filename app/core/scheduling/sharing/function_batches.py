@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.core.fairness.fair_tree import both_of
+from app.core.model.descriptor import SHARING_NEED
 from app.core.model.device_choice import choice_in
 from app.core.model.shared_process import HOST_KIND
 from app.core.model.snapshot import BoardTask
@@ -26,7 +27,7 @@ from app.core.scheduling.sharing import time_sharing
 from app.core.scheduling.stays import BoardStay
 
 OFFER = "isolation"  # of devices whose workers run functions one after another
-IN_BATCHES = {"env", OFFER}  # needs of functions that may be in a batch
+IN_BATCHES = {"env", OFFER, SHARING_NEED}  # needs of functions that may be in a batch
 APART_MOST = 8  # most functions in a batch if each needs a process, which takes long to start
 
 
