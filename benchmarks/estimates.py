@@ -332,7 +332,7 @@ def plain(told: Estimate) -> Estimate:
 
 
 def main() -> int:
-    at_640 = measure(640, learn_every=40, ask_every=10 if quick() else 2)
+    at_640 = measure(640, learn_every=20, ask_every=10 if quick() else 2)
     peers: dict[str, Any] = {"640 devices": at_640}
     if "--full" in sys.argv[1:]:
         peers["512 devices"] = measure(512, learn_every=200, ask_every=40)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 from sqlalchemy import func, select
@@ -265,11 +266,23 @@ def _scene(
         free=pool.fitting(board.lane(task)) if pool is not None else 0,
         held=list(_held(board, task, on_devices)),
         lines=lines,
-        slice_s=slice_us(board.policy, task) / 1e6 if board.policy.turns else math.inf,
+        slice_s=_slice_s(board, task),
         fresh_s=board.policy.fresh_s,
         start_s=start_s,
         half_life_s=board.policy.half_life_s,
     )
+
+
+def _slice_s(board: Board, task: BoardTask) -> float:
+    """Return the usual length of a turn; infinite if tasks take none.
+
+    A task that has not run does not know yet what its switches cost, so those on devices count.
+    """
+    if not board.policy.turns:
+        return math.inf
+    turns_us = [slice_us(board.policy, stay.task) for stay in board.stays.values()]
+    usual_us = median(turns_us) if turns_us else 0
+    return max(usual_us, slice_us(board.policy, task)) / 1e6
 
 
 def _lines(
