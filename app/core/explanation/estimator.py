@@ -775,6 +775,7 @@ def _charged_at_s(charged_s: float, half_life_s: float) -> float:
 # most answers remembered for each class: enough for several bursts, since errors in a burst are
 # alike
 WINDOW = 2_000
+UNPROVEN_SPREAD = 1.2  # least spread, in log time, until enough answers have come true
 ENOUGH = 30  # number of answers from which on a class is used
 COVERAGE = 0.8
 LESSON = 0.005  # by how much one miss moves the level
@@ -836,7 +837,8 @@ class Calibration:
                 low, high = window.missed / 2, 1 - window.missed / 2
                 z = (window.quantile(low), window.quantile(0.5), window.quantile(high))
                 return _interval(told.model_s, told.model_spread, z)
-        return told
+        wide = 1.2816 * max(1.0, UNPROVEN_SPREAD / told.model_spread)
+        return _interval(told.model_s, told.model_spread, (-wide, 0.0, wide))
 
 
 def _class(told: Estimate) -> int:

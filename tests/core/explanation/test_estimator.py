@@ -419,5 +419,12 @@ def test_errors_of_any_size_overflow_nothing():
     assert bounded(calibration.corrected(told(1e9, spread=0.5))).code == "TOO_FAR"
 
 
-def test_calibration_without_data_changes_nothing():
-    assert Calibration().corrected(told(100)) == told(100)
+def test_answer_is_less_sure_until_enough_have_come_true():
+    calibration = Calibration()
+    unproven = calibration.corrected(told(100, spread=0.3))
+    assert unproven.p50_s == 100
+    assert (unproven.p10_s, unproven.p90_s) == (pytest.approx(21.5, 0.01), pytest.approx(465, 0.01))
+    assert calibration.corrected(told(100, spread=2.0)) == told(100, spread=2.0)
+    for _ in range(ENOUGH):
+        calibration.learn(unproven, 100)
+    assert calibration.corrected(told(100, spread=0.3)).p90_s == pytest.approx(100)
