@@ -48,7 +48,7 @@ from app.api.routes import tenants as tenant_routes
 from app.api.routes import tunnels as tunnel_routes
 from app.api.routes import webhooks as webhook_routes
 from app.db import gc_freeze
-from app.db.transactions import engine, transaction
+from app.db.transactions import bound_waits, engine, transaction
 from app.insight import explain
 from app.messaging.live_updates import changes
 from app.settings import settings
@@ -131,6 +131,7 @@ def _body_limit(path: str) -> int:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     gc_freeze.spare()
     _end_with_parent()
+    bound_waits()
     changes.start(engine(), processes=settings().api_processes)
     warming = asyncio.create_task(run_in_threadpool(_warm))
     stopping = asyncio.Event()

@@ -18,13 +18,14 @@ from urllib.parse import quote
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from app import errors
 from app.core.model.fields import MAX_FAULTS, Fault
+from app.db.guarded_connection import refusal
 from app.errors import AppError
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(AppError, _app_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
-    for kind in (OperationalError, InterfaceError, PoolTimeout):
+    for kind in (DBAPIError, PoolTimeout):
         app.add_exception_handler(kind, _database_error)
     app.add_exception_handler(Exception, _unexpected)
 
@@ -275,8 +276,11 @@ _DETAILS = {
 
 
 def _database_error(request: Request, error: Exception) -> JSONResponse:
-    log.warning("%s %s: the database: %s", request.method, request.url.path, error)
-    return of_error(request, errors.Unavailable("The database does not answer."))
+    told = refusal(error) if isinstance(error, DBAPIError) else "no database connection is free"
+    if not told:
+        raise error  # our own fault: an internal error, with its traceback in the log
+    log.warning("%s %s: %s: %s", request.method, request.url.path, told, error)
+    return of_error(request, errors.Unavailable(f"{told[0].upper()}{told[1:]}."))
 
 
 def _unexpected(request: Request, error: Exception) -> JSONResponse:

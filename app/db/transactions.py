@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 
+from app.db.guarded_connection import CONNECT_S, TCP, GuardedConnection
 from app.errors import NotFound
 from app.settings import settings
 
@@ -35,7 +36,7 @@ AnySelect = Select[*tuple[Any, ...]]
 POOL_SIZE = 16  # connections that a process keeps open
 POOL_EXTRA = 8  # further temporary connections: for uploads, checks and loops besides API calls
 POOL_WAIT_S = 2.0  # time to wait for a free connection
-CONNECT_S = 5  # time for Postgres to accept a new connection
+LOCK_S, STATEMENT_S = 3, 30  # longest waits of the API for a lock, and for a statement
 LONGEST_DIGITS = 4000  # longest integer that is parsed as a number
 
 
@@ -50,9 +51,13 @@ def engine() -> Engine:
         pool_size=POOL_SIZE,
         max_overflow=POOL_EXTRA,
         pool_timeout=POOL_WAIT_S,
-        connect_args={"connect_timeout": CONNECT_S},
+        connect_args={"connect_timeout": CONNECT_S, **TCP},
         json_deserializer=read_json,
     )
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_: Any, __: Any, given: Any, named: Any) -> GuardedConnection:
+        return GuardedConnection.connect(*given, **named)
 
     @event.listens_for(engine, "checkout")
     def check_alive(connection: Any, *_: Any) -> None:
@@ -68,6 +73,19 @@ def engine() -> Engine:
             raise InvalidatePoolError from error
 
     return engine
+
+
+def bound_waits() -> None:
+    """Bound the statements of this process, in which people wait; call it before the first one.
+
+    The long statements of islands and control have no bound as long as Postgres answers.
+    """
+
+    @event.listens_for(engine(), "connect")
+    def bound(connection: Any, _: Any) -> None:
+        connection.execute(f"set lock_timeout = '{LOCK_S}s'")
+        connection.execute(f"set statement_timeout = '{STATEMENT_S}s'")
+        connection.commit()
 
 
 def read_json(given: str | bytes) -> Any:
@@ -159,6 +177,11 @@ def savepoint(session: Session) -> Iterator[None]:
     except BaseException:
         session.info["after_commit"] = acts
         raise
+
+
+def forget_acts(session: Session) -> None:
+    """Forget what a transaction that failed wanted to do after its commit."""
+    session.info.pop("after_commit", None)
 
 
 def is_awaited(session: Session) -> bool:

@@ -15,6 +15,9 @@ from abc import abstractmethod
 from celery import Celery, bootsteps
 from sqlalchemy.exc import DBAPIError
 
+from app.db.guarded_connection import refusal
+from app.messaging.broker import Complaint
+
 log = logging.getLogger(__name__)
 
 BACK_OFF_S = 1.0
@@ -27,6 +30,7 @@ class Loop(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.wake = threading.Event()
         self.stopping = False
+        self.waits = Complaint(log, f"{name} waits")
 
     @abstractmethod
     def look(self) -> float:
@@ -51,8 +55,10 @@ class Loop(threading.Thread):
         try:
             return self.look()
         except DBAPIError as error:
-            # Postgres is away or closed a connection; uncommitted work is done again.
-            log.warning("%s: the database does not answer: %s", self.name, error.orig)
+            if told := refusal(error):  # uncommitted work is done again
+                self.waits.say(f"{told}: {error.orig}")
+            else:
+                log.exception("%s: a round failed", self.name)
         except Exception:
             # The transaction was rolled back; the next round reads the database again.
             log.exception("%s: a round failed after %.2f s", self.name, time.monotonic() - began)

@@ -21,7 +21,6 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, bindparam, func, select, text, true, update
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from app.core.model.protocol.messages import Alive, Answer, decode
@@ -37,6 +36,7 @@ from app.core.scheduling.rounds.unopened_heartbeats import UnopenedHeartbeats
 from app.core.scheduling.sharing.time_sharing import shares
 from app.core.scheduling.sharing.turns import as_json
 from app.db import gc_freeze, transactions
+from app.db.guarded_connection import refusal
 from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Task
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
@@ -218,9 +218,9 @@ class Scheduler(Loop):
                 renewed = journal.renew(session, asked, island=self.island)
                 self._hold_lead(row)
                 return asked, others, renewed
-        except (OperationalError, InterfaceError):
-            raise  # the database is away
-        except Exception:
+        except Exception as error:
+            if refusal(error):
+                raise  # the database is away
             log.exception("island %s: no lease was renewed without a full record", self.island)
             self.quiet.forget_all()
         return *self.quiet.take(), {}
@@ -251,9 +251,9 @@ class Scheduler(Loop):
                 self._row(session)
                 journal.write_progress(session, beats)
                 journal.settle(session)
-        except (OperationalError, InterfaceError):
-            raise  # the database is away
-        except Exception:  # each device's next full report has all of it
+        except Exception as error:  # each device's next full report has all of it
+            if refusal(error):
+                raise  # the database is away
             log.exception("island %s: the progress of tasks was not written", self.island)
         self.quiet.written(beats)
 
@@ -278,11 +278,13 @@ class Scheduler(Loop):
         """
         try:
             return self._round_in_one_transaction(heard, look_now, careful=False)
-        except (OperationalError, InterfaceError):
-            raise  # the database is away
         except Exception as error:
+            if refusal(error):
+                raise  # the database is away
             log.warning(
-                "island %s: the round is repeated, one step at a time: %r", self.island, error
+                "island %s: the round is repeated, one step at a time",
+                self.island,
+                exc_info=error,
             )
             self.follower.forget()
         return self._round_in_one_transaction(heard, look_now, careful=True)
@@ -447,9 +449,9 @@ class Scheduler(Loop):
         try:
             with journal.savepoint(session):
                 return self._cycle(session)
-        except (OperationalError, InterfaceError):
-            raise
-        except Exception:
+        except Exception as error:
+            if refusal(error):
+                raise
             log.exception("island %s could not compute its plan", self.island)
             self.follower.forget()
             return settings().tick_s

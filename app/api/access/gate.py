@@ -23,15 +23,18 @@ from anyio.lowlevel import RunVar
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import ResponseValidationError
 from fastapi.routing import APIRoute
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from app.api.access import rate_limiting
-from app.db.transactions import POOL_SIZE, POOL_WAIT_S, close_session, released
+from app.db.guarded_connection import is_conflict
+from app.db.transactions import POOL_SIZE, POOL_WAIT_S, close_session, forget_acts, released
 from app.errors import Unavailable
 
 WAIT_S = POOL_WAIT_S
+TRIES = 3  # of a call whose transaction met a deadlock; nothing of a failed try remains
 SHARE = POOL_SIZE // 2  # most calls of one tenant at once
 
 Result = TypeVar("Result")
@@ -144,6 +147,14 @@ class GatedRoute(APIRoute):
             session = next((one for one in given.values() if isinstance(one, Session)), None)
             if session is None:
                 return endpoint(**given)
+            for _ in range(TRIES - 1):
+                try:
+                    with released(session):
+                        return self._checked(endpoint(**given))
+                except DBAPIError as error:
+                    if not is_conflict(error):
+                        raise
+                    forget_acts(session)
             with released(session):
                 return self._checked(endpoint(**given))
 

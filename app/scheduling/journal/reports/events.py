@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import func, select, update
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from app.core.model import codec
@@ -23,6 +22,7 @@ from app.core.model.snapshot import RESTARTS
 from app.core.units import counted
 from app.data import datablocks, graphs
 from app.db import transactions
+from app.db.guarded_connection import refusal
 from app.db.models import Checkpoint, Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import guest_placements
 from app.scheduling.journal import device_rows, losses, task_writer
@@ -95,9 +95,9 @@ def _apply(session: Session, task: Task, placement: Placement, event: messages.E
             _EVENTS[type(event)](session, task, placement, event)
             task_writer.write_events(session)
         return
-    except (OperationalError, InterfaceError):
-        raise  # the database went away: nothing is wrong with the event
-    except Exception:
+    except Exception as error:
+        if refusal(error):
+            raise  # the database went away: nothing is wrong with the event
         log.exception("cannot record %s of task %s", type(event).__name__, task.id)
     if placement.ended_at is None:
         told = f"Its process sent an invalid {type(event).__name__}."

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from app.core.model import codec
@@ -18,6 +17,7 @@ from app.core.model.protocol.messages import Alive, Answer, LogLines, ResidentVi
 from app.core.model.provisions.mounts import FOLDER, IMAGE, digest
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport
 from app.db import transactions
+from app.db.guarded_connection import refusal
 from app.db.models import Device, Host, LogLine, Task
 from app.scheduling import guest_placements, launch_order
 from app.scheduling.journal import (
@@ -106,9 +106,9 @@ def _record_apart(
             found = _record(session, alive, believed, ahead, careful=True)
             settlement.write_down(session)
             return found
-    except (OperationalError, InterfaceError):
-        raise  # the database went away: nothing is wrong with the heartbeat
-    except Exception:
+    except Exception as error:
+        if refusal(error):
+            raise  # the database went away: nothing is wrong with the heartbeat
         log.exception("the heartbeat of %s could not be recorded", alive.device)
         return None
 
