@@ -38,7 +38,9 @@ def enrol(
             raise Conflict(
                 f"{device} is already enrolled with another key; revoke that enrolment first"
             )
-        if row.key != key and (known := session.get(Device, device, with_for_update=True)):
+        if row.key != key and (
+            known := session.get(Device, device, with_for_update={"key_share": True})
+        ):
             known.incarnation, known.heard_us = "", -1
         row.key, row.enrolled_by, row.revoked_at = key, by, None
         row.enrolled_at = func.now()

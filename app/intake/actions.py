@@ -241,7 +241,7 @@ def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
     on_them = Task.seat.in_(list(devices)) & Task.state.in_([State.starting, State.running])
     alone = (Task.devices_min == 1, Task.gang_id.is_(None))
     query = select(Task).where(on_them, *alone).order_by(Task.id)
-    fresh = query.with_for_update().execution_options(populate_existing=True)
+    fresh = query.with_for_update(key_share=True).execution_options(populate_existing=True)
     for task in session.scalars(fresh).all():
         if _wish(session, [task], lambda task: _wish_move(task, ANYWHERE)):
             told = f"{by} drains {task.seat}: the task moves to another device if one is free."
@@ -255,7 +255,7 @@ def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
     """
     wished = Task.seat.in_(list(devices)) & (Task.move_to == ANYWHERE) & Task.moving.is_(None)
     query = select(Task).where(wished).order_by(Task.id)
-    fresh = query.with_for_update().execution_options(populate_existing=True)
+    fresh = query.with_for_update(key_share=True).execution_options(populate_existing=True)
     for task in session.scalars(fresh).all():
         if _drained(session, task) and _wish(session, [task], _wish_stay):
             told = f"{by} lets {task.seat} take work again: the task stays there."
@@ -301,7 +301,7 @@ def _each(session: Session, request: Request, wish: Wish) -> bool:
     They are locked in the order of their ids, as the island locks them.
     """
     query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
-    locked = query.order_by(Task.id).with_for_update()
+    locked = query.order_by(Task.id).with_for_update(key_share=True)
     fresh = locked.execution_options(populate_existing=True)
     return _wish(session, session.scalars(fresh), wish)
 
@@ -310,7 +310,7 @@ def _one(session: Session, task: Task, wish: Wish) -> bool:
     """Apply the action to the task; for a gang that spans islands, to its tickets too."""
     which = Task.gang_id == task.id if task.gang_id == task.id else Task.id == task.id
     query = select(Task).where(which, Task.state.not_in(ENDED)).order_by(Task.id)
-    fresh = query.with_for_update().execution_options(populate_existing=True)
+    fresh = query.with_for_update(key_share=True).execution_options(populate_existing=True)
     return _wish(session, session.scalars(fresh), wish)
 
 

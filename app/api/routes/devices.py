@@ -121,7 +121,7 @@ def uncordon_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
 
 
 def _cordon_host(session: Session, name: str, cordoned: bool, *, by: str) -> Any:
-    host = session.get(Host, name, with_for_update=True)
+    host = session.get(Host, name, with_for_update={"key_share": True})
     if host is None:
         raise NotFound("host", name)
     host.cordoned = cordoned
@@ -276,7 +276,7 @@ def _note_wish(session: Session, device: Device, cordoned: bool, *, by: str) -> 
 
 
 def _locked_device(session: Session, id: str) -> Device:
-    device = session.get(Device, id, with_for_update=True)
+    device = session.get(Device, id, with_for_update={"key_share": True})
     if device is None:
         raise NotFound("device", id)
     return device

@@ -133,6 +133,8 @@ class Board:
         # kind -> (tree version, result of `ripe_tops`)
         self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}
         self.priorities: Counter[int] = Counter()  # priority -> number of tasks that have not ended
+        # the tasks of `_pinned` and `_movable`, as they were entered there; some are in no queue
+        self._looked_up: dict[str, BoardTask] = {}
         self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
         # offer of devices (`process_images`) -> waiting commands whose processes need it to go on
         self._movable: dict[str, set[str]] = {}
@@ -664,6 +666,7 @@ class Board:
 
     def _line_up(self, task: BoardTask, *, returns: bool) -> None:
         self.unline(task.id)
+        self._looked_up[task.id] = task
         if task.restarts or not task.saved:
             for id in self._lies_on(task):
                 self._pinned.setdefault(id, set()).add(task.id)
@@ -703,13 +706,15 @@ class Board:
         return end is not None and place_in_line(task) > end
 
     def unline(self, id: str) -> None:
+        known = self._looked_up.pop(id, None)
+        if known is not None:
+            for device in self._lies_on(known):
+                self._pinned.get(device, set()).discard(id)
+            self._movable.get(known.goes_on_with, set()).discard(id)
         task = self.tree.drop(id)
         if task is None:
             return
         self.urgency.forget(task)
-        for device in self._lies_on(task):
-            self._pinned.get(device, set()).discard(id)
-        self._movable.get(task.goes_on_with, set()).discard(id)
         if self.longer:
             line = self.leaf(task), alike(task)
             if line in self.longer and not _loaded(*line):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, update
 from sqlalchemy.exc import IntegrityError
 
-from app.db.models import Device, Host, Island, Placement, Preset
+from app.db.models import Device, Host, Island, Placement, Preset, Task
 from app.db.transactions import now_s
 from app.intake import tunnels
 from tests.app.conftest import problem
@@ -136,6 +136,23 @@ class TestDevices:
         again = root.patch("/v1/devices/h.0", json={"cost": 3}, headers={"If-Match": etag})
         problem(again, 412, "precondition-failed")
         assert session.get_one(Device, "h.0").cost_milli == 2000
+
+    @pytest.mark.parametrize("path", ["devices/h.0/cordon", "hosts/h/drain"])
+    def test_cordon_waits_for_no_row_that_new_orders_refer_to(self, root, session, submitted, path):
+        """An island that holds the tasks writes orders of the device, which looks at its row."""
+        self.seat(session, submitted)
+        session.execute(update(Task).values(seat="h.0", state="running"))
+        session.commit()
+        said: list[str] = []
+        note = lambda *given: said.append(given[2])  # noqa: E731
+        event.listen(session.get_bind(), "before_cursor_execute", note)
+        try:
+            assert root.post(f"/v1/{path}").status_code == 200
+        finally:
+            event.remove(session.get_bind(), "before_cursor_execute", note)
+        locks = [each for each in said if " FOR " in each]
+        assert any("FROM tasks" in each for each in locks)
+        assert not [each for each in locks if "FOR UPDATE" in each]
 
     def test_cordon_and_uncordon(self, root):
         for _ in range(2):
