@@ -11,6 +11,8 @@ supervised here (`app.local.process_supervisor`).
 
     python -m app.local.embedded_servers COMMAND...    runs a command with two servers that end with
     it
+    python -m app.local.embedded_servers --home HOME COMMAND...    runs a command such as pg_dump,
+    with the programs of the embedded Postgres, and POSTGRES_URL of that home
 """
 
 from __future__ import annotations
@@ -413,12 +415,29 @@ def _private(folder: Path, owner: int) -> None:
             ) from None
 
 
-def main(command: list[str]) -> int:
-    """Run the command with DATABASE_URL and REDIS_URL of a temporary home."""
+def main(words: list[str]) -> int:
+    """Run the command with DATABASE_URL and REDIS_URL of a temporary home, or with the Postgres of
+    a home.
+    """
+    if words[:1] == ["--home"]:
+        with _postgres_of(Path(words[1]).absolute()) as (programs, url):
+            path = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
+            named = {"POSTGRES_URL": url.replace("+psycopg", ""), "PATH": path}
+            return subprocess.run(words[2:], env={**os.environ, **named}).returncode
     with temporary_home() as home, embedded_postgres(home) as url, embedded_redis(home) as hints:
         return subprocess.run(
-            command, env={**os.environ, "DATABASE_URL": url, "REDIS_URL": hints}
+            words, env={**os.environ, "DATABASE_URL": url, "REDIS_URL": hints}
         ).returncode
+
+
+@contextmanager
+def _postgres_of(home: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the programs and the URL of the Postgres of this home, which may be running already."""
+    if home.exists() and _answers(socket_folder(home) / "postgres"):
+        yield _programs(home), postgres_url(home)
+        return
+    with embedded_postgres(home) as url:
+        yield _programs(home), url
 
 
 if __name__ == "__main__":

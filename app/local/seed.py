@@ -1,6 +1,7 @@
 """Create the schema, a platform admin, and (with --tenants) three tenants to try things with.
 
-    python -m app.local.seed [--tenants] [--island] [--device NAME=KEY ...] KEYS_FILE
+    python -m app.local.seed [--tenants] [--island] [--secrets-key] [--device NAME=KEY ...]
+                             KEYS_FILE
 
 It can be run any number of times: what exists is kept.  Keys are written to KEYS_FILE, readable
 only by its owner, as {tenant: {role: key}}.  A key in that file that the database does not know is
@@ -8,7 +9,9 @@ replaced.
 
 With --island, this island (ROUNDHOUSE_ISLAND) gets the key in its file (ROUNDHOUSE_ISLAND_KEY).
 The key is created if the file does not exist, and the public key is written beside it, for the
-devices.  With --device, a device is enrolled; KEY is its host's public key, or a file with it.
+devices.  With --secrets-key, the key for secrets is made, unless the database already has secrets
+of another one.  With --device, a device is enrolled; KEY is its host's public key, or a file with
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from app.api.access import auth
 from app.db.ids import new_id
 from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import transaction
-from app.identity import audit, enrolment
+from app.identity import audit, enrolment, secrets_key
 from app.messaging import outbox
 from app.settings import settings
 from app.storage.signing import public_key
@@ -122,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.local.seed", description=__doc__)
     parser.add_argument("--tenants", action="store_true", help="also alpha, beta and gamma")
     parser.add_argument("--island", action="store_true", help="give this island its key")
+    parser.add_argument("--secrets-key", action="store_true", help="make the key for secrets")
     parser.add_argument("--device", action="append", default=[], metavar="NAME=KEY")
     parser.add_argument("keys_file", type=Path)
     asked = parser.parse_args()
@@ -129,6 +133,11 @@ def main() -> None:
     migrate()
     with transaction() as session:
         audit.begin(session, audit.Call(operation="seed", user="app.local.seed"))
+        if asked.secrets_key:
+            try:
+                secrets_key.make(session, settings().secrets_key_file)
+            except secrets_key.KeyLost as error:
+                parser.exit(1, f"{error}\n")
         if asked.island:
             enrolment.name_key(session, settings().island, outbox.message_keys().public)
         for name, its_key in enrolled:

@@ -40,7 +40,6 @@ from app.local import embedded_servers
 from app.local.embedded_servers import CannotStart
 from app.local.process_supervisor import NotReady, ProcessSupervisor, Spec, StopAsked, leashed
 from app.settings import settings
-from app.storage.sealing import Keyring
 from app.storage.signing import Signer
 
 ROOT = Path(__file__).parents[2]  # where the packages `app` and `workers` lie
@@ -112,8 +111,7 @@ def up(wanted: WantedSystem, say: Callable[[str], None]) -> None:
         state = _State(wanted, f"http://{wanted.host}:{port}")
         supervisor = ProcessSupervisor(wanted.home / "logs", changed=state.write, say=say)
         state.supervisor = supervisor
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: supervisor.ask_to_stop())
+        stop_on_signals(supervisor.ask_to_stop)
         try:
             _start(wanted, state, port)
             say(_welcome(wanted, state))
@@ -125,6 +123,15 @@ def up(wanted: WantedSystem, say: Callable[[str], None]) -> None:
             supervisor.stop()
             wanted.up_file.unlink(missing_ok=True)
             embedded_servers.leave_sockets(wanted.home)
+
+
+def stop_on_signals(stop: Callable[[], None]) -> None:
+    """Stop on Ctrl-C, SIGTERM, and the end of the terminal, unless that was to be ignored
+    (`nohup`).
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: stop())
 
 
 def _start(wanted: WantedSystem, state: _State, port: int) -> None:
@@ -139,7 +146,6 @@ def _start(wanted: WantedSystem, state: _State, port: int) -> None:
         supervisor.start(embedded_servers.redis_server(wanted.home))
         state.redis_url = embedded_servers.redis_url(wanted.home)
     # 2. Create the schema, three tenants and their keys, and the key for their secrets.
-    Keyring.make(settings().secrets_key or wanted.home / "secrets.key")
     env = _env(wanted, state, port)
     _seed(wanted, env)
     # 3. Start our processes. At the end, devices stop first, so that the island still hears which
@@ -208,7 +214,15 @@ def _env(wanted: WantedSystem, state: _State, port: int) -> Env:
 def _seed(wanted: WantedSystem, env: Env) -> None:
     host_key = Signer.at(wanted.home / "run" / "signing.key").public
     ours = [word for name in wanted.device_names for word in ("--device", f"{name}={host_key}")]
-    words = ("-m", "app.local.seed", "--tenants", "--island", *ours, str(wanted.keys_file))
+    words = (
+        "-m",
+        "app.local.seed",
+        "--tenants",
+        "--island",
+        "--secrets-key",
+        *ours,
+        str(wanted.keys_file),
+    )
     spec = Spec(name="seed", command=(sys.executable, *words), env=env)
     run = subprocess.run(
         leashed(spec), env=env, cwd=ROOT, capture_output=True, text=True, timeout=SEED_TIMEOUT_S

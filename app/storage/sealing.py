@@ -39,6 +39,7 @@ class Keyring:
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = {_key_id(key): key for key in keys}
         self.newest = _key_id(keys[0])
+        self.ids = frozenset(self._keys)
 
     @classmethod
     def read(cls, path: Path) -> Keyring:

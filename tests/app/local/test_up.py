@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from app.local import up
-from app.local.up import WantedDevice, WantedSystem
+from app.local.up import WantedDevice, WantedSystem, stop_on_signals
 
 
 def test_devices_are_named_by_kind_and_by_which_of_the_kind() -> None:
@@ -48,3 +50,18 @@ def test_worker_of_a_device_is_told_its_kind_and_which_it_is(tmp_path: Path) -> 
         (spec.env["ROUNDHOUSE_DEVICE_KIND"], spec.env["ROUNDHOUSE_ACCELERATOR"]) for spec in specs
     ] == [("cpu", ""), ("cuda", "1")]
     assert all("DATABASE_URL" not in spec.env for spec in specs)
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_end_of_the_terminal_stops_unless_it_was_to_be_ignored(is_ignored: bool) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    asked: list[None] = []
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        stop_on_signals(lambda: asked.append(None))
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(asked) == (0 if is_ignored else 1)
