@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Annotated
 
@@ -38,6 +38,7 @@ from app.db.transactions import Db
 from app.errors import Forbidden
 from app.insight.metrics import figures
 
+FAILURES_MINUTES, FAILURES_MIN, FAILURES_SHARE = 5, 3, 0.01
 BOUNDS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 
 EXAMPLE = 'roundhouse_waiting_tasks{kind="cuda"} 3.0\n'
@@ -61,6 +62,35 @@ seconds = Histogram(
     buckets=BOUNDS_S,
     registry=registry,
 )
+
+
+class Failures:
+    """Counts the answers of 5xx of this process in the last minutes, for `/readyz`."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._minutes: dict[int, list[int]] = {}  # minute -> [calls, failed ones]
+
+    def count(self, status: int) -> None:
+        now = int(self._clock_s() // 60)
+        for old in [each for each in self._minutes if each <= now - FAILURES_MINUTES]:
+            del self._minutes[old]
+        minute = self._minutes.setdefault(now, [0, 0])
+        minute[0] += 1
+        minute[1] += status >= 500
+
+    def told(self) -> str:
+        """Say how many calls failed, if it is more than a few; otherwise empty."""
+        since = int(self._clock_s() // 60) - FAILURES_MINUTES
+        recent = [counts for minute, counts in [*self._minutes.items()] if minute > since]
+        calls, failed = (sum(counts[n] for counts in recent) for n in (0, 1))
+        if failed < FAILURES_MIN or failed < FAILURES_SHARE * calls:
+            return ""
+        told = f"{failed} of {calls} calls of the last {FAILURES_MINUTES} minutes failed (5xx)"
+        return f"{told}: the log says why"
+
+
+failures = Failures()
 
 
 class Measured:
@@ -93,6 +123,8 @@ def _count(scope: Scope, status: int, took_s: float) -> None:
     operation = _operation(scope)
     answers.labels(operation, status).inc()
     seconds.labels(operation).observe(took_s)
+    if operation != "getReadyz":  # its 503 is a finding, not a failure
+        failures.count(status)
 
 
 def _operation(scope: Scope) -> str:

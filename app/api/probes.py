@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -15,20 +19,32 @@ from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse
+from kombu.exceptions import OperationalError
 from pydantic import BaseModel
 from sqlalchemy import func, or_, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from app.api.metrics import failures
 from app.core.security.sandbox_layers import Sandbox, summary
-from app.db.models import Device, Island
+from app.db.guarded_connection import refusal
+from app.db.models import Bundle, Device, Island
 from app.db.transactions import transaction
+from app.identity import secrets_key
+from app.insight.reports.health import told_clock
+from app.messaging import broker, outbox
 from app.settings import settings
+from app.storage.store import Store
 
 REDIS_TIMEOUT_S = 2.0
+HEARD_S = 1.5  # time for control to take a message
+HEARD_LOOK_S = 0.05
+STORE_AGAIN_S = 5.0  # a result of the store holds so long: anybody may ask, and it writes
+PROBE_BYTES = 2**16
 # how long a device's refusal is reported; the device tries again sooner
 REFUSAL_TOLD = timedelta(minutes=5)
 READY_S = 4.0  # time limit of all checks together
+NAMED = 3  # most devices that a check names
 MIGRATIONS = Path(__file__).parent.parent.parent / "migrations"
 
 router = APIRouter(tags=["meta"])
@@ -69,17 +85,23 @@ async def get_livez() -> Liveness:
     responses={503: {"model": Readiness, "description": "At least one check failed"}},
 )
 async def get_readyz() -> JSONResponse:
-    """Checks Postgres and its schema, Redis, a leader for each island, and a device that is up.
+    """Checks that Postgres, Redis and the store take writes, the schema, the key of secrets,
+    control, a leader for each island, a device that is up, and the rate of failed calls.
 
     Work is accepted even while the scheduler, Redis or the devices are down: it waits.
     """
-    postgres, redis = await asyncio.gather(
-        _in_time("postgres", _database_checks), _in_time("redis", lambda: {"redis": _redis()})
-    )
-    checks = {**postgres, **redis}
+    rows, messages = await asyncio.gather(_rows_and_objects(), _in_time("redis", _redis_checks))
+    checks = {**rows, **messages}
+    checks["answers"] = Check(ok=not (told := failures.told()), detail=told or "few calls fail")
     ready = all(check.ok for check in checks.values())
     answer = Readiness(ready=ready, checks=checks)
     return JSONResponse(answer.model_dump(), 200 if ready else 503)
+
+
+async def _rows_and_objects() -> dict[str, Check]:
+    """Check the database, and then the store for a bundle that the database knows."""
+    rows = await _in_time("postgres", _database_checks)
+    return {**rows, **await _in_time("store", lambda: {"store": _store()})}
 
 
 async def _in_time(name: str, ask: Callable[[], dict[str, Check]]) -> dict[str, Check]:
@@ -103,17 +125,31 @@ _limiters: RunVar[dict[str, CapacityLimiter]] = RunVar("checkers")
 
 def _database_checks() -> dict[str, Check]:
     asked: dict[str, Callable[[Session], Check]] = {
-        "postgres": lambda session: Check(ok=True, detail="answers"),
+        "postgres": _takes_rows,
         "schema": _schema,
         "islands": _islands,
         "devices": _devices,
         "sandbox": _sandbox,
+        "secrets": _secrets,
     }
     try:
         with transaction() as session:
-            return {name: ask(session) for name, ask in asked.items()}
+            found = {name: ask(session) for name, ask in asked.items()}
+            newest = select(Bundle.sha256).order_by(Bundle.created_at.desc()).limit(1)
+            _known_bundle[:] = session.scalars(newest).all()
+            return found
     except (SQLAlchemyError, RuntimeError) as error:
-        return {"postgres": Check(ok=False, detail=f"no answer: {type(error).__name__}")}
+        told = refusal(error) or f"no answer: {type(error).__name__}"
+        return {"postgres": Check(ok=False, detail=told)}
+
+
+def _takes_rows(session: Session) -> Check:
+    """Write a row that nobody sees: a database that answers may be read-only, or full."""
+    with session.begin_nested() as written:
+        row = {"row": uuid.uuid4().hex}
+        session.execute(text("insert into alembic_version (version_num) values (:row)"), row)
+        written.rollback()
+    return Check(ok=True, detail="takes writes")
 
 
 @lru_cache
@@ -140,9 +176,26 @@ def _islands(session: Session) -> Check:
 
 
 def _devices(session: Session) -> Check:
-    up = func.count(Device.id).filter(Device.lease_until > func.now())
-    known, live = session.execute(select(func.count(Device.id), up)).one()
-    return Check(ok=live > 0, detail=f"{live} of {known} are up")
+    """Count devices; one that neither said goodbye nor was cordoned, and is silent, is named."""
+    is_up = func.coalesce(Device.lease_until > func.now(), False)
+    left = Device.facts.has_key("leaving") | Device.cordoned
+    rows = session.execute(select(Device.id, is_up, left).order_by(Device.id)).all()
+    live = sum(up for _, up, _ in rows)
+    silent = [id for id, up, is_meant in rows if not up and not is_meant]
+    more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+    told = f"; no heartbeat of {', '.join(silent[:NAMED])}{more}" if silent else ""
+    return Check(ok=live > 0, detail=f"{live} of {len(rows)} are up{told}{_clocks(session)}")
+
+
+def _clocks(session: Session) -> str:
+    up = select(Device).where(Device.lease_until > func.now()).order_by(Device.id)
+    off = [f"{device.id}: {told}" for device in session.scalars(up) if (told := told_clock(device))]
+    return "".join(f"; {told.rstrip('.')}" for told in off[:NAMED])
+
+
+def _secrets(session: Session) -> Check:
+    told = secrets_key.lost(session, settings().secrets_key_file)
+    return Check(ok=not told, detail=told or "the key for secrets opens all of them")
 
 
 def _sandbox(session: Session) -> Check:
@@ -155,17 +208,67 @@ def _sandbox(session: Session) -> Check:
     return Check(ok=not refuses, detail=summary(found) or "no device has reported")
 
 
-def _redis() -> Check:
+def _redis_checks() -> dict[str, Check]:
     url = settings().redis_url.get_secret_value()
     if not url:
-        return Check(ok=False, detail="REDIS_URL is not set")
-    timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
+        return {"redis": Check(ok=False, detail="REDIS_URL is not set")}
+    if told := broker.refusal(url, settings().redis_tls, timeout_s=REDIS_TIMEOUT_S):
+        return {"redis": Check(ok=False, detail=told)}
     try:
-        with redis.Redis.from_url(url, **timeouts, **settings().redis_tls) as client:
-            client.ping()
-    except (redis.RedisError, OSError) as error:
-        return Check(ok=False, detail=f"no answer: {type(error).__name__}")
-    return Check(ok=True, detail="answers")
+        control = Check(ok=_hears(), detail="takes messages")
+    except (OperationalError, redis.RedisError, OSError) as error:
+        return {"redis": Check(ok=False, detail=f"no answer: {type(error).__name__}")}
+    if not control.ok:
+        control.detail = f"took no message within {HEARD_S:g} s: it hangs, or does not run"
+    return {"redis": Check(ok=True, detail="takes messages"), "control": control}
+
+
+def _hears() -> bool:
+    """True if control empties its queue; its process may live, and hang."""
+    with outbox.celery().connection_for_write() as connection:
+        client = connection.default_channel.client
+        if not client.llen(broker.CONTROL_QUEUE):  # else those that wait are enough of a question
+            broker.send(outbox.celery(), broker.CONTROL_PROBE, broker.CONTROL_QUEUE)
+        until_s = time.monotonic() + HEARD_S
+        while client.llen(broker.CONTROL_QUEUE):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(HEARD_LOOK_S)
+    return True
+
+
+@dataclass
+class _StoreResult:
+    check: Check
+    at_s: float
+
+
+_last_of_store: list[_StoreResult] = []
+_known_bundle: list[str] = []  # the newest one of the database, or none
+
+
+def _store() -> Check:
+    """Put a small object into the store and delete it, and look for a bundle that is known."""
+    if _last_of_store and time.monotonic() < _last_of_store[0].at_s + STORE_AGAIN_S:
+        return _last_of_store[0].check
+    check = _asked_store()
+    _last_of_store[:] = [_StoreResult(check, time.monotonic())]
+    return check
+
+
+def _asked_store() -> Check:
+    address = settings().store_address
+    try:
+        store = Store.at(address)
+        if lacking := [bundle for bundle in _known_bundle if not store.has(bundle)]:
+            told = f"bundle {lacking[0][:12]}… is not in {address}: is it the right store?"
+            return Check(ok=False, detail=told)
+        name = f"probe/{uuid.uuid4().hex}"
+        store.place.keep([os.urandom(PROBE_BYTES)], lambda: name)
+        store.place.delete(name)
+    except OSError as error:
+        return Check(ok=False, detail=f"takes no object: {error}")
+    return Check(ok=True, detail="takes objects")
 
 
 # --- the OpenAPI page ---------------------------------------------------------------------------

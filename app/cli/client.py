@@ -37,6 +37,8 @@ JSON = dict[str, Any]
 TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.2  # first pause between attempts, doubled after each attempt
 LONGEST_PAUSE_S = 5.0
+FOLLOW_PATIENCE_S = 600.0  # for commands that follow something: a restart takes half a minute
+TOLD_AFTER_S = 2.0  # an outage that is shorter is told to nobody
 # in seconds: the service sends a comment into a stream every 15 s, so a longer silence is an error
 SILENCE_S = 45.0
 PART_BYTES = 8 * 2**20  # bytes of an upload in one call
@@ -105,6 +107,7 @@ class Client:
     ) -> None:
         self.url, self.patience_s = url.rstrip("/"), patience_s
         self._sleep, self._clock_s = sleep, clock_s
+        self._told: Callable[[ClientError], None] = lambda error: None
         self._http = _opened(
             self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -119,6 +122,10 @@ class Client:
 
     def close(self) -> None:
         self._http.close()
+
+    def be_patient(self, told: Callable[[ClientError], None]) -> None:
+        """Outlast a restart of the service from now on; `told` is called once in each outage."""
+        self.patience_s, self._told = FOLLOW_PATIENCE_S, told
 
     # --- requests, bundles and datablocks ---
 
@@ -383,7 +390,7 @@ class Client:
         raise _problem(response)
 
     def _retries(self) -> _Retries:
-        return _Retries(self.patience_s, self._sleep)
+        return _Retries(self.patience_s, self._sleep, self._told)
 
 
 def _opened(url: str, **how: Any) -> httpx2.Client:
@@ -430,14 +437,23 @@ class _Upload:
 class _Retries:
     """Pauses between attempts, ever longer, until the patience is used up."""
 
-    def __init__(self, patience_s: float, sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        patience_s: float,
+        sleep: Callable[[float], None],
+        told: Callable[[ClientError], None],
+    ) -> None:
         self.left_s, self.next_s, self.sleep = patience_s, FIRST_PAUSE_S, sleep
+        self.paused_s, self.told = 0.0, told
 
     def wait(self, otherwise: ClientError) -> None:
         """Sleep; raise `otherwise` instead if the sleep would exceed the patience."""
         pause_s = max(self.next_s, getattr(otherwise, "retry_after_s", None) or 0.0)
         if pause_s > self.left_s:
             raise otherwise
+        if self.paused_s <= TOLD_AFTER_S < self.paused_s + pause_s:
+            self.told(otherwise)
+        self.paused_s += pause_s
         self.left_s -= pause_s
         self.next_s = min(self.next_s * 2, LONGEST_PAUSE_S)
         self.sleep(pause_s)

@@ -11,7 +11,7 @@ from functools import partial
 import typer
 
 from app.cli import names, root_command, wording
-from app.cli.client import JSON, ApiProblem, Client, Unreachable
+from app.cli.client import JSON, ApiProblem, Client, ClientError, Unreachable
 from app.cli.root_command import JOB_FAILED
 from app.cli.tables import Output, err, show_line
 
@@ -97,8 +97,13 @@ class WaitReasons:
         return True
 
 
+def tell_outage(error: ClientError) -> None:
+    err().print(f"{error}; trying again", style="dim")
+
+
 def follow(ctx: typer.Context, client: Client, request_id: str, output: Output) -> None:
     """Print events until the request has ended; exits with JOB_FAILED if it did not end well."""
+    client.be_patient(tell_outage)
     with WaitReasons(partial(root_command.connect, ctx), request_id) as waits:
         for event in client.stream(f"/v1/requests/{request_id}/events"):
             waits.heard()

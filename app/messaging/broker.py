@@ -32,9 +32,10 @@ from redis.retry import Retry
 log = logging.getLogger(__name__)
 
 CONTROL_QUEUE = "control"
-PROBE_QUEUE = "control.probe"  # nobody reads it
+PROBE_QUEUE = "control.probe_queue"  # nobody reads it
 
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
+CONTROL_PROBE = "control.probe"  # a check of whether control takes messages
 ISLAND_NUDGE = "island.nudge"  # look again
 ISLAND_ALIVE = "island.alive"  # a heartbeat
 DEVICE_NEWS = "device.news"  # message to a device: the answer to its heartbeat, and orders

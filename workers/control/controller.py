@@ -154,6 +154,11 @@ keep(celery, RequestDeleter())
 keep(celery, control.package_locker)
 
 
+@hears(celery, broker.CONTROL_PROBE)
+def probed() -> None:
+    """Take the message; that is all that the check asks (`app.api.probes`)."""
+
+
 @hears(celery, broker.CONTROL_NUDGE)
 def nudge() -> None:
     control.nudge()

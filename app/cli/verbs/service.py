@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from app.cli import credentials, root_command, wording
-from app.cli.client import JSON, ApiProblem, Client
+from app.cli import credentials, root_command, watching, wording
+from app.cli.client import JSON, ApiProblem, Client, ClientError
 from app.cli.root_command import HERE, NO_ANSWER, Format, app
-from app.cli.tables import Output, err, facts, show, table
+from app.cli.tables import Output, clock, err, facts, show, table
+
+TASK_S = 30.0  # time for a task that does nothing
+_NO_OP = {"name": "doctor", "run": {"command": ["true"]}, "max_duration_s": TASK_S}
+_HEARS = ("postgres", "redis", "islands")  # without these no heartbeat is heard
+#: Reasons of a wait that are no queue.
+_BROKEN = {"NO_SCHEDULER", "NO_DEVICE_UP", "NOT_LOOKED_AT"}
 
 
 @app.command(rich_help_panel=HERE)
@@ -67,7 +74,13 @@ def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
 
 
 @app.command(rich_help_panel=HERE)
-def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
+def doctor(
+    ctx: typer.Context,
+    task: Annotated[
+        bool, typer.Option("--task", help="also run a task that does nothing, for half a minute")
+    ] = False,
+    output: Format = Output.table,
+) -> None:
     """Check that the service answers, knows you, and can work; exit with 6 if not."""
     who = credentials.found(ctx.obj)
     with Client(who.url, who.key, patience_s=0.0) as client:
@@ -75,10 +88,46 @@ def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
         checks = client.ready()["checks"]
         took = f"{who.url} answered in {1000 * (time.perf_counter() - began_s):.0f} ms"
         found = [{"check": "service", "ok": True, "detail": took}, _known(client, who)]
-    found += [{"check": name, **check} for name, check in checks.items()]
+        found += [{"check": name, **check} for name, check in checks.items()]
+        if found[1]["ok"] and all(checks.get(name, {}).get("ok") for name in _HEARS):
+            found += _silent(client)
+        if task:
+            found.append({"check": "task", **_ran(client)})
     show(found, output, lambda: table(found, wording.CHECKS))
     if not all(check["ok"] for check in found):
         raise typer.Exit(NO_ANSWER)
+
+
+def _silent(client: Client) -> Iterator[JSON]:
+    """Yield a failed check for each device that stopped to report without having said so."""
+    try:
+        devices = list(client.items("/v1/devices"))
+    except ClientError as error:
+        yield {"check": "device list", "ok": False, "detail": str(error)}
+        return
+    for device in devices:
+        if not (device["up"] or device["cordoned"] or device["stopping"]):
+            told = f"{device['id']} sends no heartbeat since {clock(device['seen_at'])}: it hangs,"
+            yield {"check": "device", "ok": False, "detail": f"{told} or its host is gone"}
+
+
+def _ran(client: Client) -> JSON:
+    """Run a task that does nothing; a task that waits behind others is no fault."""
+    try:
+        request = client.submit({"name": "doctor", "tasks": [_NO_OP]})
+        until_s = time.monotonic() + TASK_S
+        while request["state"] not in wording.ENDED and time.monotonic() < until_s:
+            request = client.get(f"/v1/requests/{request['id']}", wait="5s")
+        if request["state"] in wording.ENDED:
+            return {"ok": request["state"] == "done", "detail": f"a task is {request['state']}"}
+        (one,) = client.get(f"/v1/requests/{request['id']}")["tasks"]
+        told = watching.explain(client, client.get(f"/v1/tasks/{one['id']}"))
+        client.post(f"/v1/requests/{request['id']}/cancel")
+    except ClientError as error:
+        return {"ok": False, "detail": str(error)}
+    codes = {reason["code"] for reason in told.get("reasons", ())}
+    is_queued = bool(codes) and not codes & _BROKEN
+    return {"ok": is_queued, "detail": f"after {TASK_S:g} s: {wording.waits(told).plain}"}
 
 
 def _known(client: Client, who: credentials.Login) -> JSON:

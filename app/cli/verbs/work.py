@@ -114,6 +114,7 @@ def _lines(client: Client, path: str, which: JSON, follow: bool) -> Iterator[JSO
     if not follow:
         yield from client.items(path, **{"limit": 200, **given})
         return
+    client.be_patient(watching.tell_outage)
     for event in client.stream(path, **given):
         if event.type != "end":
             yield event.data

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from datetime import timedelta
 
 import pytest
+import redis
+from fastapi import APIRouter
 from fastapi.testclient import TestClient
-from sqlalchemy import func, update
+from sqlalchemy import func, text, update
 from sqlalchemy.exc import OperationalError
 
 from app.api import descriptor_schema, probes
+from app.api.access.gate import GatedRoute
+from app.api.metrics import Failures
 from app.api.problems import MEANINGS, _all_errors
 from app.core.model import descriptor as descriptors
-from app.db.models import Device, Island
-from app.db.transactions import get_session
+from app.db.models import Bundle, Device, ImageKey, Island
+from app.db.transactions import Db, after_commit, get_session
 from app.main import create_app
+from app.messaging import broker
+from app.settings import settings
 from tests.app.conftest import problem
+from tests.refusing_redis import MISCONF, OOM, READONLY, RefusingRedis
 
 
 class TestProblems:
@@ -53,6 +62,42 @@ class TestProblems:
         problem(answer, 503, "unavailable")
         assert int(answer.headers["retry-after"]) > 0
 
+    @pytest.mark.parametrize(
+        ("state", "status"), [("25006", 503), ("53100", 503), ("57P01", 503), ("42703", 500)]
+    )
+    def test_refusal_of_the_database_is_a_problem_and_our_fault_is_another(
+        self, world, state, status
+    ):
+        def refuse(session: Db):
+            raising = f"raise exception 'no' using errcode = '{state}'"
+            session.execute(text(f"do $$ begin {raising}; end $$"))
+
+        answer = self._of(refuse)
+        problem(answer, status, "unavailable" if status == 503 else "internal")
+        assert ("retry-after" in answer.headers) == (status == 503)
+
+    @pytest.mark.parametrize("times", [2, 3])
+    def test_call_that_met_a_deadlock_is_made_again(self, world, times):
+        done, tries = [], []
+
+        def meet(session: Db) -> None:
+            tries.append(None)
+            after_commit(session, lambda: done.append(None))
+            if len(tries) <= times:
+                raising = "raise exception 'no' using errcode = '40P01'"
+                session.execute(text(f"do $$ begin {raising}; end $$"))
+
+        answer = self._of(meet)
+        assert answer.status_code == (200 if times == 2 else 503)
+        assert (len(tries), len(done)) == (3, int(times == 2))
+
+    def _of(self, endpoint):
+        app = create_app()
+        router = APIRouter(route_class=GatedRoute)
+        router.add_api_route("/refuses", endpoint)
+        app.include_router(router)
+        return TestClient(app, raise_server_exceptions=False).get("/refuses")
+
     @pytest.mark.parametrize("type_", MEANINGS)
     def test_type_of_a_problem_is_the_address_of_a_page(self, type_, as_):
         answer = as_("").get(f"/problems/{type_}")
@@ -83,7 +128,28 @@ class TestMeta:
     def test_livez_needs_no_database(self, as_):
         assert as_("").get("/livez").json() == {"status": "alive"}
 
-    def test_readyz_answers_200_when_everything_is_up(self, as_, session):
+    @pytest.fixture
+    def control(self, servers):
+        """Takes messages as control does."""
+        stopping = threading.Event()
+
+        def take():
+            with redis.Redis.from_url(servers.redis_url) as client:
+                while not stopping.is_set():
+                    client.brpop(broker.CONTROL_QUEUE, 0.1)
+
+        taker = threading.Thread(target=take)
+        taker.start()
+        yield
+        stopping.set()
+        taker.join()
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch):
+        monkeypatch.setattr(probes, "_last_of_store", [])
+        monkeypatch.setattr(probes, "failures", Failures())
+
+    def test_readyz_answers_200_when_everything_is_up(self, as_, session, control):
         answer = as_("").get("/readyz")
         assert (answer.status_code, answer.json()["checks"]["islands"]["ok"]) == (503, False)
         lease = func.now() + timedelta(hours=1)
@@ -93,15 +159,97 @@ class TestMeta:
         assert answer.status_code == 200, answer.text
         assert answer.json()["ready"]
         assert set(answer.json()["checks"]) == {
-            "postgres", "schema", "islands", "devices", "sandbox", "redis",
+            "postgres", "schema", "islands", "devices", "sandbox", "secrets", "redis", "control",
+            "store", "answers",
         }  # fmt: skip
+
+    def _check(self, as_, name):
+        return as_("").get("/readyz").json()["checks"][name]
+
+    def test_control_that_takes_no_message_is_told(self, as_, monkeypatch):
+        monkeypatch.setattr(probes, "HEARD_S", 0.1)
+        for _ in range(2):
+            check = self._check(as_, "control")
+            assert check == {
+                "ok": False, "detail": "took no message within 0.1 s: it hangs, or does not run",
+            }  # fmt: skip
+        with redis.Redis.from_url(settings().redis_url.get_secret_value()) as client:
+            assert client.llen(broker.CONTROL_QUEUE) == 1, "asking again piles up nothing"
+            client.delete(broker.CONTROL_QUEUE)
+
+    @pytest.mark.parametrize("refusal", [READONLY, OOM, MISCONF], ids=lambda one: one.name)
+    def test_redis_that_answers_and_takes_no_message_is_told(
+        self, as_, monkeypatch, servers, refusal
+    ):
+        with RefusingRedis(servers.redis_url) as proxy, proxy.refusing(refusal):
+            monkeypatch.setitem(os.environ, "REDIS_URL", proxy.url)
+            settings.cache_clear()
+            check = self._check(as_, "redis")
+        assert check == {"ok": False, "detail": f"refuses messages: {refusal.reply}"}
+
+    def test_database_that_answers_and_takes_no_row_is_told(self, as_, session, monkeypatch):
+        session.execute(text("set transaction read only"))
+        check = self._check(as_, "postgres")
+        assert check == {
+            "ok": False,
+            "detail": "the database is read-only now, and takes no change",
+        }
+
+    @pytest.mark.parametrize("fault", ["gone", "no folder", "another one"])
+    def test_store_that_takes_no_object_is_told(self, as_, session, tmp_path, monkeypatch, fault):
+        address = tmp_path / "store"
+        if fault == "no folder":
+            address.write_text("a file")
+        elif fault == "another one":
+            address.mkdir()
+        monkeypatch.setitem(os.environ, "ROUNDHOUSE_STORE", str(address))
+        settings.cache_clear()
+        if fault != "no folder":
+            session.add(Bundle(tenant_id="ten_red", sha256="5" * 64, size_bytes=1, entry_points={}))
+            session.commit()
+        check = self._check(as_, "store")
+        assert not check["ok"]
+        assert ("takes no object" if fault == "no folder" else "is not in") in check["detail"]
+
+    def test_lost_key_of_secrets_is_told(self, as_, session, tmp_path, monkeypatch):
+        session.add(ImageKey(tenant_id="ten_red", key_id="0" * 16, encrypted=b"x"))
+        session.commit()
+        check = self._check(as_, "secrets")
+        assert not check["ok"]
+        assert check["detail"].startswith("1 key of images cannot be opened: a key that is not in")
+
+    def test_silent_device_is_named(self, as_, session):
+        ended = {"lease_until": func.now() - timedelta(seconds=1)}
+        session.execute(update(Device).where(Device.id == "h.1").values(ended))
+        session.commit()
+        told = "1 of 2 are up; no heartbeat of h.1"
+        assert self._check(as_, "devices") == {"ok": True, "detail": told}
+        session.execute(update(Device).where(Device.id == "h.1").values(facts={"leaving": True}))
+        session.commit()
+        assert self._check(as_, "devices") == {"ok": True, "detail": "1 of 2 are up"}
+
+    def test_rate_of_failed_calls_is_told(self, as_, monkeypatch):
+        now_s = 6000.0
+        counted = Failures(lambda: now_s)
+        monkeypatch.setattr(probes, "failures", counted)
+        for status in (*[200] * 10, 500, 503, 404):
+            counted.count(status)
+        assert self._check(as_, "answers")["ok"]
+        counted.count(502)
+        check = self._check(as_, "answers")
+        assert (check["ok"], check["detail"][:13]) == (False, "3 of 14 calls")
+        now_s += 300.0
+        assert self._check(as_, "answers")["ok"]
 
     def test_readyz_answers_503_without_a_device(self, as_, session):
         session.execute(update(Device).values(lease_until=func.now() - timedelta(seconds=1)))
         session.commit()
         answer = as_("").get("/readyz")
         assert answer.status_code == 503
-        assert answer.json()["checks"]["devices"] == {"ok": False, "detail": "0 of 2 are up"}
+        assert answer.json()["checks"]["devices"] == {
+            "ok": False,
+            "detail": "0 of 2 are up; no heartbeat of h.0, h.1",
+        }
 
     def test_api_pages_load_nothing_from_other_sites(self, as_):
         page = as_("").get("/docs")

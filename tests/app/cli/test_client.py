@@ -291,6 +291,17 @@ def test_silent_stream_ends_as_unreachable(server: Scripted) -> None:
     assert len(server.seen) == 3  # at once, after 0.2 s, after 0.4 s; 0.8 s more is too long
 
 
+def test_follower_outlasts_a_restart_and_is_told_of_it_once(server: Scripted) -> None:
+    server.replies = [streams(("log", "1", {})), *[hangs_up] * 20, says(503)]
+    server.replies += [streams(("log", "2", {}), ("end", "", {}))]
+    told: list[Exception] = []
+    with server.client() as client:
+        client.be_patient(told.append)
+        events = list(client.stream("/logs"))
+    assert [event.id for event in events[:2]] == ["1", "2"]
+    assert len(told) == 1
+
+
 def test_a_stream_of_another_tenants_request_is_a_problem(server: Scripted) -> None:
     server.replies = [says(404, {"type": "/problems/not-found", "title": "Not found"})]
     with server.client() as client, pytest.raises(ApiProblem, match="Not found"):
