@@ -46,6 +46,17 @@ _REFUSALS = {
 }
 NO_ANSWER = "the database does not answer"
 
+# A connection that is refused has no SQLSTATE, only words; those of another language are not known.
+_STATES = {
+    "too many clients": "53300",
+    "connection slots are reserved": "53300",
+    "too many connections": "53300",
+    "is starting up": "57P03",
+    "is shutting down": "57P03",
+    "not yet accepting connections": "57P03",
+    "authentication failed": "28P01",
+}
+
 
 class GuardedConnection(psycopg.Connection[Any]):
     """A connection whose waits end when Postgres answers nobody."""
@@ -102,6 +113,8 @@ def refusal(error: Exception) -> str:
     """Say why Postgres refused, if it would refuse any such statement now; otherwise empty."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     state = getattr(cause, "sqlstate", None) or ""
+    if not state and isinstance(cause, psycopg.OperationalError):
+        state = next((state for words, state in _STATES.items() if words in str(cause)), "")
     found = (_REFUSALS.get(state[:length]) for length in (5, 3, 2))
     if told := next(filter(None, found), None):
         return told

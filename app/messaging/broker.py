@@ -22,6 +22,7 @@ from typing import Any
 from celery import Celery
 from celery.utils.nodenames import anon_nodename
 from kombu import serialization
+from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as over_redis
 from redis import Redis
@@ -197,6 +198,12 @@ def _transport(redis_url: str) -> dict[str, Any]:
         "health_check_interval": 5,
         "socket_timeout": 10,
         "socket_connect_timeout": 3,
+        # A sender tries once more at once, for a connection that a restart of Redis has closed. By
+        # itself kombu tries for ever, and a round of an island would wait with it.
+        "max_retries": 1,
+        "interval_start": 0,
+        "interval_step": 0,
+        "interval_max": 0,
     }
     if not redis_url.startswith("unix://"):
         options["socket_keepalive"] = True
@@ -251,6 +258,9 @@ class Channel(over_redis.Channel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._complaint = Complaint(log, "dropped an invalid message from a queue")
         super().__init__(*args, **kwargs)
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        return {**super()._connparams(asynchronous), "retry": Retry(NoBackoff(), 1)}
 
     def _create_client(self, asynchronous: bool = False) -> Any:
         client = super()._create_client(asynchronous)
@@ -318,7 +328,7 @@ class Transport(over_redis.Transport):
     """
 
     Channel = Channel
-    connection_errors = (*over_redis.Transport.connection_errors, RedisError)
+    connection_errors = (*over_redis.Transport.connection_errors, RedisError, OperationalError)
 
 
 TRANSPORT_ALIASES["roundhouse"] = f"{__name__}:Transport"

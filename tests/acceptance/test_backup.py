@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,12 @@ def reversed_secret(client: Client) -> str:
     return "".join(line["text"] for line in lines)
 
 
+@contextlib.contextmanager
+def _system(home: Path) -> Iterator[System]:
+    with running(home, devices=1, env=STEADY) as handle, contextlib.closing(System(handle)) as it:
+        yield it
+
+
 def test_restored_service_has_secrets_and_bundles(tmp_path):
     back_up, restore, start = commands()
     with temporary_home() as home:
@@ -54,7 +62,8 @@ def test_restored_service_has_secrets_and_bundles(tmp_path):
             before = reversed_secret(client)
             follow(back_up, tmp_path, home)
         with temporary_home() as other:
-            shutil.copytree(tmp_path, other / "drill", dirs_exist_ok=True)
+            shutil.copytree(tmp_path, other / "drill")
+            (other / "drill").chmod(0o711)  # Postgres runs as nobody if we are root
             follow(restore, other / "drill", home)
             new = other / "drill" / "new-home"
             key = (new / "secrets.key").read_bytes()
@@ -63,8 +72,8 @@ def test_restored_service_has_secrets_and_bundles(tmp_path):
                 pass
             assert not (new / "secrets.key").exists(), "no key is made over secrets"
             (new / "secrets.key").write_bytes(key)
-            with running(new, devices=1, env=STEADY) as handle:
-                client = System(handle).client("alpha")
+            with _system(new) as system:
+                client = system.client("alpha")
                 checks = client.ready()["checks"]
                 assert checks["secrets"]["ok"], checks
                 assert checks["store"]["ok"], checks

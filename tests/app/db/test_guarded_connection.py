@@ -93,6 +93,12 @@ def test_read_only_database_refuses(engine):
     assert "read-only" in refusal(error)
 
 
+def test_connection_that_is_refused_says_why():
+    full = psycopg.OperationalError("FATAL: sorry, too many clients already")
+    assert "no connection left" in refusal(full)
+    assert "stops or starts" in refusal(psycopg.OperationalError("FATAL: ... is starting up"))
+
+
 def test_database_that_is_away_does_not_answer(tmp_path):
     with pytest.raises(DBAPIError) as raised:
         create_engine(f"postgresql+psycopg://x@/x?host={tmp_path}").connect()

@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from itertools import takewhile
 
 import pytest
 import redis
+from kombu.exceptions import OperationalError
 
 from app.messaging import broker
-from tests.refusing_redis import EACH, READONLY, RefusingRedis
+from tests.refusing_redis import BUSY, EACH, LOADING, NOAUTH, READONLY, RefusingRedis
 
 APP = """
 import os
@@ -164,3 +166,24 @@ def test_probe_of_a_redis_that_is_away_says_so(servers):
     with RefusingRedis(servers.redis_url) as proxy:
         pass
     assert broker.refusal(proxy.url, {}) == "no answer: ConnectionError"
+
+
+@pytest.mark.parametrize("refusal", [LOADING, NOAUTH, BUSY, READONLY], ids=lambda one: one.name)
+def test_sender_does_not_wait_for_a_redis_that_refuses(servers, refusal):
+    """A round of an island would wait with it, and lose its lead."""
+    with RefusingRedis(servers.redis_url) as proxy:
+        sender = broker.make_celery("sender", proxy.url)
+        broker.send(sender, "say", "waits", "word")
+        with proxy.refusing(refusal):
+            for _ in range(2):
+                sending = threading.Thread(target=_sends, args=(sender,), daemon=True)
+                sending.start()
+                sending.join(60.0)
+                assert not sending.is_alive()
+    with redis.Redis.from_url(servers.redis_url) as client:
+        client.delete("waits")
+
+
+def _sends(sender):
+    with contextlib.suppress(OperationalError, redis.RedisError):
+        broker.send_all(sender, "say", [("waits", "word")])
