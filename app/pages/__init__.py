@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -37,7 +37,7 @@ def mount(app: FastAPI) -> None:
     for router in routers():
         app.include_router(router)
     app.add_exception_handler(views.NotSignedIn, views.to_sign_in)
-    for failure in (HTTPException, OperationalError, InterfaceError, PoolTimeout, Exception):
+    for failure in (HTTPException, DBAPIError, PoolTimeout, Exception):
         answer = app.exception_handlers[failure]
         app.add_exception_handler(failure, views.for_browsers(answer))
     for kind in (AppError, RequestValidationError):
