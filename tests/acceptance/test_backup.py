@@ -55,8 +55,8 @@ def _system(home: Path) -> Iterator[System]:
 def test_restored_service_has_secrets_and_bundles(tmp_path):
     back_up, restore, start = commands()
     with temporary_home() as home:
-        with running(home, devices=1, env=STEADY) as handle:
-            client = System(handle).client("alpha")
+        with _system(home) as system:
+            client = system.client("alpha")
             client.put("/v1/secrets/TOKEN", {"value": "drill-4711"})
             client.bundle  # noqa: B018 - uploads it
             before = reversed_secret(client)
