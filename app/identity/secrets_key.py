@@ -38,6 +38,8 @@ def lost(session: Session, file: Path) -> str:
         known, why = Keyring.read(file).ids, f"a key that is not in {file}"
     except NoKey as error:
         known, why = frozenset(), str(error)
+        if not file.exists():
+            why = f"there is no {file}; copy it back from your backup"
     found = Counter[str]()
     for table, thing in ((Secret, "secret"), (ImageKey, "key of images")):
         query = select(func.count()).select_from(table).where(table.key_id.not_in(known))
