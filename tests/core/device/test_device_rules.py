@@ -594,10 +594,11 @@ def test_start_on_an_empty_device_counts_as_held_and_uses_up_no_budget(device: D
     device.later(3_000_000)
     assert held_us(device, "a") == 3_000_000
     process = device.prepare("a")
+    device.answer()
     assert device.round() == [process]
-    assert device.machine.stays["a", 1].prepared_us == 3_000_000
+    assert device.machine.stays["a", 1].prepared_us == 3_000_001
     device.later(500_000)
-    assert held_us(device, "a") == 3_500_000
+    assert held_us(device, "a") == 3_500_001
     assert device.machine.stays["a", 1].left_us(device.now_us) == BUDGET_US - 500_000
 
 
