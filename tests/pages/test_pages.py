@@ -638,10 +638,13 @@ class TestEverywhere:
         with service.change() as session:
             task = session.get_one(Task, service.tracked.id)
             name, task.name = task.name, long
-            now = func.now()
-            session.merge(
-                Placement(task_id=task.id, epoch=1, device_id="d0", launched_at=now, started_at=now)
-            )
+            session.add(
+                Placement(
+                    task_id=task.id, epoch=1, device_id="d0", tenant_id=task.tenant_id,
+                    user_id=task.user_id, kind="cpu", cost_milli=1000, incarnation="p",
+                    launched_at=func.now(), started_at=func.now(),
+                )
+            )  # fmt: skip
         visit.sign_in("a")
         for path in ("/ui/", "/ui/queue", f"/ui/requests/{task.request_id}"):
             visit.go(path)
