@@ -235,6 +235,10 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
             missing[name] = why
             if name == "files":
                 _open_passages(room)
+                if "processes" in standing:
+                    # else a process would find those of the host in /proc, under foreign ids
+                    standing.remove("processes")
+                    missing["processes"] = "its /proc needs the layer 'files'"
         else:
             standing.append(name)
     return standing, missing
@@ -433,6 +437,7 @@ _OWN_TOP = frozenset({"code", "dev", "environment", "inputs", "proc", "scratch",
 _IMAGE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _OF_HOST = ("LD_LIBRARY_PATH", "CUDA_HOME")  # these name files that the image does not have
 _TMP_FILES_MAX = 262_144
+_LINKS_MOST = 40  # as the kernel's own bound for one path
 _TERMINALS_MAX = 64
 _DEVICES = tuple(
     Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom", "tty")
@@ -450,17 +455,33 @@ def _shown(nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> list[Path]:
         *(sysconfig.get_paths()[p] for p in ("stdlib", "purelib")),
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
-    wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
+    wanted += sorted(Path(p) for p in python)
     wanted.append(Path(__file__).parents[2])  # ranks of a command import it again
+    wanted = [step for path in wanted for step in _steps_to(path)]
     wanted += [*_DEVICES, *nodes, *folders]
     shown: list[Path] = []
-    for path in wanted:
+    for path in dict.fromkeys(wanted):
         below_another = any(
             path.is_relative_to(other) and not other.is_symlink() for other in shown
         )
         if not below_another and (path.exists() or path.is_symlink()):
             shown.append(path)
     return shown
+
+
+def _steps_to(path: Path) -> list[Path]:
+    """Return the symbolic links on the way to a path, and the path to which they lead.
+
+    Nothing can be mounted below a link: it would be followed on the host, or lead nowhere yet.
+    """
+    links, at, left = list[Path](), Path("/"), list(path.parts[1:])
+    while left and len(links) < _LINKS_MOST:
+        at /= left.pop(0)
+        if at.is_symlink():
+            links.append(at)
+            target = os.path.normpath(at.parent / os.readlink(at))
+            at, left = Path("/"), [*Path(target).parts[1:], *left]
+    return [*links, at.joinpath(*left)]
 
 
 def overlaid(target: str, nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> str:

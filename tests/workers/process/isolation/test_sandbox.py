@@ -131,6 +131,38 @@ def test_checkout_below_tmp_gets_the_same_layers(rig):
     assert walls == rig.reports[-1].facts["sandbox"]
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
+@pytest.mark.parametrize("link", ["../real", "{}/real"])
+def test_environment_behind_a_symbolic_link_gets_the_same_layers(rig, tmp_path, link):
+    """A relative link once led nowhere in the new root, so that the layer `files` did not stand."""
+    (tmp_path / "checkout").mkdir()
+    probe = _checkout(tmp_path / "checkout")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "real"], check=True)
+    (tmp_path / "checkout" / ".venv").symlink_to(link.format(tmp_path))
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "checkout" / "scratch", 9, 9)
+        for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+            folder.chmod(0o755)
+    python = tmp_path / "checkout" / ".venv" / "bin" / "python"
+    walls = subprocess.check_output([python, probe], text=True).split()
+    assert walls == rig.reports[-1].facts["sandbox"]
+
+
+def test_processes_of_the_host_are_not_taken_for_those_of_a_task(monkeypatch, tmp_path):
+    """Without the layer `files` the host's /proc is seen, so there is no layer `processes`."""
+
+    def broken(room: sandbox.Room) -> None:
+        raise OSError(2, "broken for the test")
+
+    monkeypatch.setitem(sandbox._INNER, "files", broken)
+    for name in ("code", "scratch"):
+        (tmp_path / name).mkdir()
+    room = sandbox.Room(code=tmp_path / "code", scratch=tmp_path / "scratch", uid=os.geteuid())
+    standing, missing = sandbox.try_out(room)
+    assert not {"files", "processes"} & {*standing}
+    assert {"files", "processes"} <= missing.keys()
+
+
 def _checkout(folder: Path) -> Path:
     """With a program that says which walls stand there, for the user 9."""
     (folder / "workers" / "process" / "isolation").mkdir(parents=True)
