@@ -404,6 +404,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     gc.enable()
     control, bulk = ToSupervisor(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1])
     trust, slab = TrustSeen(fds[2]), Slab(fds[5])
+    control.send({"is": "entered"})  # what fails from here on is no fault of the device
     if sort == "command":
         return runner.execute(control, bulk, trust, slab)
     return pipeline.execute(control, bulk, trust, slab, watch)

@@ -14,6 +14,7 @@ from pydantic import WithJsonSchema
 
 from app.core.model.descriptor import ISOLATIONS
 from app.core.model.fields import parser_of
+from app.core.model.provisions.artifacts import MOST_PATHS, USUAL_FOLDERS
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
@@ -215,6 +216,13 @@ _TASK = _object(
             ' "datablock:NAME@VERSION"',
         },
         "outputs": _texts("names of results that other tasks may take as inputs"),
+        "artifacts": {
+            **_texts(
+                "files and folders in the working folder of a command that are kept when it ends,"
+                f" however it ends. Default: what it wrote to {', '.join(USUAL_FOLDERS)}"
+            ),
+            "maxItems": MOST_PATHS,
+        },
         "publish": {
             "type": "object",
             "additionalProperties": {"type": "string"},

@@ -185,6 +185,9 @@ def _devices(session: Session) -> Check:
     silent = [id for id, up, is_meant in rows if not up and not is_meant]
     more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
     told = f"; no heartbeat of {', '.join(silent[:NAMED])}{more}" if silent else ""
+    unfit = select(Device.id).where(Device.fitness.has_key("cordon")).order_by(Device.id)
+    if names := session.scalars(unfit.limit(NAMED)).all():
+        told += f"; cordoned for their health: {', '.join(names)}"
     return Check(ok=live > 0, detail=f"{live} of {len(rows)} are up{told}{_clocks(session)}")
 
 

@@ -248,8 +248,8 @@ def no_outputs(value: JSON) -> Text:
     """Say that a request or task has no outputs."""
     text = words(f"{value['name']} ({value['phase']}) has no outputs or artifacts.")
     return text.append(
-        "\n  The outputs of a task are named in its descriptor (`outputs`); a command can also "
-        "write files to its folder `artifacts`."
+        "\n  The outputs of a task are named in its descriptor (`outputs`); files that a command "
+        "writes are kept if they are below a path in `artifacts` (`submit --out`)."
     )
 
 
@@ -366,6 +366,14 @@ def _host_peaks(task: JSON) -> str:
     return ", ".join(told[name](value) for name, value in peaks.items())
 
 
+def _dropped(task: JSON) -> str:
+    """Say which files of a command were not kept."""
+    # imported here because it is slow and seldom needed
+    from app.core.model.provisions.artifacts import dropped_told
+
+    return dropped_told(task.get("dropped") or {})
+
+
 def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
     head = facts(
         [
@@ -390,6 +398,8 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("metrics", value["metrics"]),
             ("result", value["result"]),
             ("outputs", ", ".join(value["outputs"])),
+            ("files", _dropped(value)),
+            ("store refuses", value.get("unstored")),
             ("look inside", _look_inside(value, short(value["request_id"]) + "/" + value["name"])),
             ("can be", ", ".join(value["capabilities"])),
             ("elsewhere", value["movement"]),

@@ -25,11 +25,20 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from sqlalchemy import and_, case, func, select, text
+from sqlalchemy import and_, case, func, literal_column, select, text
 from sqlalchemy.orm import Session
 
 from app.db.lines import IN_LINE
-from app.db.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, OutboxOrder
+from app.db.models import (
+    AuditEvent,
+    Checkpoint,
+    Delivery,
+    Device,
+    Host,
+    Island,
+    OutboxOrder,
+    Task,
+)
 from app.insight import reports
 from app.insight.counters import (
     CAME,
@@ -431,7 +440,12 @@ def _checkpoints(session: Session, now: datetime) -> Iterator[Metric]:
     times = _gauge("roundhouse_recent_checkpoint_seconds", "How long they took.", "quantile")
     for quantile, us in zip(QUANTILES, times_us or (), strict=False):
         times.add_metric([str(quantile)], us * US)
-    yield from (made, sizes, times)
+    refused = _gauge(
+        "roundhouse_unstored_tasks", "Tasks whose newest checkpoint or outputs the store refuses."
+    )
+    unstored = select(func.count()).where(Task.unstored != literal_column("''"))
+    refused.add_metric([], session.scalar(unstored) or 0)
+    yield from (made, sizes, times, refused)
 
 
 def _audit(session: Session) -> Metric:

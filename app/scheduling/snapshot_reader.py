@@ -185,7 +185,7 @@ _COLUMNS = (
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.device_choice, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
     cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
-    TaskRow.goes_on_with,
+    TaskRow.goes_on_with, TaskRow.unstored,
     and_(
         TaskRow.descriptor["run"].has_key("graph"),
         func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
@@ -318,6 +318,7 @@ def _task(
         attempts=row.attempts,
         retry_max=row.retry_max,
         retry_at_s=_seconds(row.retry_at) or 0.0,
+        unstored=row.unstored,
     )
 
 

@@ -1,4 +1,4 @@
-"""Five repositories as people have them, each run unchanged by `roundhouse submit`.
+"""Six repositories as people have them, each run unchanged by `roundhouse submit`.
 
 They take the packages of this machine's index, so these tests are long.  `make test` runs a small
 script whose package is in the tests' own environment, from a folder of wheels.
@@ -164,6 +164,19 @@ def test_script_with_requirements_runs_and_leaves_its_results(indexed, run, repo
     kept = folder / "artifacts.zip"
     indexed.client("alpha").download(f"/v1/tasks/{task['id']}/outputs/artifacts.zip", kept)
     assert set(zipfile.ZipFile(kept).namelist()) == {"history.csv", "model.pt"}
+
+
+@pytest.mark.long
+def test_script_that_writes_to_out_keeps_its_files_and_names_the_rest(indexed, run, repository):
+    folder = repository("csv_classifier")
+    words = ("--environment", "requirements.txt", "-o", "json", "--", "--epochs", "30")
+    id = json.loads(run("--as", "alpha", "submit", folder / "train.py", *words))["id"]
+    lines, task = printed(indexed, id)
+    assert lines[-1].startswith("accuracy 0.9")
+    assert task["dropped"] == {"files": 1, "bytes": 9, "first": ["notes.txt"]}
+    run("--as", "alpha", "outputs", id, "--to", folder / "got")
+    kept = zipfile.ZipFile(folder / "got" / f"{task['name']}-artifacts.zip")
+    assert {*kept.namelist()} == {"out/history.csv", "out/model.pt"}
 
 
 @pytest.mark.long

@@ -88,11 +88,13 @@ class Keeping:
             return 60.0
         if "save" in self.stub.wishes:
             return 0.0
+        if self.stub.status is not None:
+            return 60.0  # it is over, and an image is made only by an order
         if not self.stub.is_seated:
             waits = self.last_step == self.stub.step or self.failed
             return 60.0 if waits else self.left_s + SAVES_APART_S - time.monotonic()
         every_s = self.stub.spec.checkpoint.every_s
-        if every_s <= 0 or self.stub.cancelled:  # the processes clean up and end
+        if every_s <= 0 or self.stub.is_stopped:  # the processes clean up and end
             return 60.0
         return self.saved_s + max(every_s, STANDS_ONE_IN * self.stood_s) - time.monotonic()
 
@@ -158,6 +160,8 @@ class Keeping:
         about: JSON = {"restarts": stub.restarts, "ranks": stub.spec.world_size}
         about["stopped"] = sorted(stub.tree.stopped_before)
         about["away"], about["device"] = stub.devices.away, stub.devices.here
+        if stub.status is not None and not stub._is_again(stub.status):
+            about["status"] = stub.status
         if stub.rank_tree is not None and stub.gang is not None:
             stub.mind_ends()
             about["tree"] = {**stub.rank_tree.about, "gang": asdict(stub.gang.inside)}

@@ -7,9 +7,9 @@ Inputs lie in the folder ROUNDHOUSE_INPUTS:
 * PORT: a datablock that is a folder, read-only.
 
 An output NAME is the file NAME, or NAME with any extension, in the working folder; a task that
-takes it as an input gets its bytes.  A published output is safetensors or npy.  The files below the
-folder `artifacts` are stored too, as a zip.  Progress is lines of JSON, each an object, written to
-ROUNDHOUSE_METRICS.
+takes it as an input gets its bytes.  A published output is safetensors or npy.  Other files that
+are kept are artifacts (`workers.commands.results`).  Progress is lines of JSON, each an object,
+written to ROUNDHOUSE_METRICS.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import os
 import select
 import shutil
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from app.core.model.checkpoints import tensor_file
 from app.core.model.checkpoints.tensor_file import HEAD_BYTES, BadTensorFile
@@ -32,6 +31,7 @@ from app.core.model.metric_rows import MetricRows
 from app.core.model.provisions.folder import FOLDER
 from app.core.model.provisions.resources import DISK, exceeded
 from workers.capture.capture import Surroundings
+from workers.commands.results import opened
 from workers.hardware.accelerator import Accelerator
 from workers.process.isolation.sandbox import INPUTS
 from workers.process.task_start import InputFile
@@ -122,7 +122,7 @@ class File:
     size_bytes: int
 
     def pieces(self) -> Iterator[bytes]:
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             while piece := file.read(_PIECE):
                 yield piece
 
@@ -140,7 +140,7 @@ def output_of(name: str, folder: Path, *, step: int, publish: bool) -> Image | F
     try:
         if publish:
             return _tensors(found[0])
-        with _opened(found[0]) as file:
+        with opened(found[0]) as file:
             body = file.read()
     except OSError as error:
         told = f"the output {name!r} cannot be read: {error}"
@@ -150,7 +150,7 @@ def output_of(name: str, folder: Path, *, step: int, publish: bool) -> Image | F
 
 
 def _tensors(path: Path) -> File:
-    with _opened(path) as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             tensor_file.read(file.read(HEAD_BYTES), size)
@@ -158,36 +158,6 @@ def _tensors(path: Path) -> File:
             told = f"{path.name} is to be published, but is not a safetensors or npy file: {error}"
             raise Ending("failed", cause="exception", message=told, detail="") from error
     return File(path, size)
-
-
-def artifacts_of(folder: Path, zipped: Path) -> File | None:
-    """Zip the plain files below `artifacts` in the working folder into the new file `zipped`.
-
-    Return None if there are no such files; raises OSError.
-    """
-    found = sorted(_plain_files(folder / "artifacts"))
-    if not found:
-        return None
-    with zipfile.ZipFile(
-        zipped, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False
-    ) as archive:
-        for path in found:
-            name = str(path.relative_to(folder / "artifacts"))
-            archive.write(path, name.encode("utf-8", "backslashreplace").decode())
-    return File(zipped, zipped.stat().st_size)
-
-
-def _plain_files(folder: Path) -> Iterator[Path]:
-    if folder.is_symlink():
-        return
-    for parent, _, names in os.walk(folder):
-        for path in (Path(parent, name) for name in names):
-            if path.is_file() and not path.is_symlink():
-                yield path
-
-
-def _opened(path: Path) -> IO[bytes]:
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
 
 def _is_called(path: Path, name: str) -> bool:

@@ -42,7 +42,7 @@ from typing import Any
 from app.core.model import codec
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.protocol.messages import ARTIFACTS
-from app.core.model.provisions.notice import AGAIN, NEED
+from app.core.model.provisions.notice import AGAIN, NEED, NoticeReason
 from app.core.units import counted
 from workers.commands import notices, working_folder
 from workers.commands.freezer import Tree, WontStop, reaped
@@ -54,12 +54,12 @@ from workers.commands.image_keeping import Keeping
 from workers.commands.inputs_outputs import (
     File,
     Progress,
-    artifacts_of,
     bring_in,
     full_disk,
     output_of,
 )
 from workers.commands.notices import NoticeSignal, write_notice
+from workers.commands.results import Results, Zipped
 from workers.commands.shells.tunnels import InnerEnds
 from workers.commands.stored_processes import (
     BESIDE,
@@ -138,6 +138,7 @@ class Stub:
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
     notice: JSON | None = None  # a stop of which the command has no notice yet
+    noticed_why: str = ""  # reason of its last notice
     signal: NoticeSignal | None = None  # a signal of a notice that not all ranks have yet
     slots: int = 1  # slots of this host on which the command was told to run
     asked_seats: int = 0  # number of slots that an order asks for; 0 if no resize was ordered
@@ -161,6 +162,9 @@ class Stub:
     # exit statuses of all ranks when the first one failed
     ends: list[int | None] = field(default_factory=list)
     cancelled: bool = False
+    is_over_before: bool = False  # the image is of a command that had ended
+    is_stopped: bool = False  # told to end, by a cancel or a limit
+    is_ending: bool = False  # the supervisor knows that the command has ended
     reported_s: float = 0.0
     measured_s: float = 0.0
     memory_bytes: int = 0
@@ -234,6 +238,8 @@ class Stub:
                 self.tree_before = about.get("tree")
                 self.away_before = about.get("away", [])
                 self.device_before = about.get("device", "")
+                self.status = about.get("status")
+                self.is_over_before = self.status is not None
                 self._tell_other_ranks(about)
             (folder / INTERNAL).mkdir()
         except (BadLayout, working_folder.BadFolder, slabs.BadIndex) as error:
@@ -395,8 +401,10 @@ class Stub:
 
     def _mind_orders(self) -> None:
         self.wishes -= {"look"}
-        if "cancel" in self.wishes and not self.cancelled and not self._stands_for_an_image():
-            self._cancel()
+        if self.wishes & {"cancel", "over"} and not self._stands_for_an_image():
+            self._stop()
+        if "finish" in self.wishes:
+            self._finish()
         if "go" in self.wishes and not self.is_seated:
             self._go()
         if self.notice is not None:
@@ -425,12 +433,25 @@ class Stub:
         """
         return self.devices.can_leave and bool(self.held) and not self.devices.away
 
-    def _cancel(self) -> None:
-        """Ask all processes to end; the supervisor kills what takes too long."""
-        self.cancelled = True
+    def _stop(self) -> None:
+        """Ask all processes to end; the supervisor says when to end those that do not."""
+        self.cancelled |= "cancel" in self.wishes
+        self.wishes -= {"cancel", "over"}
+        if self.is_stopped:
+            return
+        self.is_stopped = True
         if not self.processes or self.held:
-            raise Ending("stopped")  # the command may not run any more, not even to clean up
-        self.tree.send(signal.SIGTERM)
+            self._finish()  # the command may not run any more, not even to clean up
+        else:
+            self.tree.send(signal.SIGTERM)
+
+    def _finish(self) -> None:
+        """End the command now, so that what it has written can be stored."""
+        self.wishes -= {"finish"}
+        self.is_stopped = True
+        if self.status is None:
+            self.end_tree()
+            self.status = -signal.SIGKILL
 
     def _give_notice(self, notice: JSON) -> None:
         """Tell the command why and when it will be stopped.
@@ -440,7 +461,7 @@ class Stub:
         self.notice, asked = None, self.spec.notice
         if asked is None or not self.is_seated:
             return
-        left_s = max(0.0, notice["left_us"] / 1e6)
+        left_s, self.noticed_why = max(0.0, notice["left_us"] / 1e6), notice["why"]
         try:
             write_notice(self._notice_file, notice["why"], left_s)
         except OSError as error:
@@ -485,8 +506,8 @@ class Stub:
         if is_over and "trust" not in self.held:
             self.hold("trust", within_s=self.start.lease_margin_s / 2)
             self.say("still")
-            if self.cancelled:
-                raise Ending("stopped")
+            if self.is_stopped:
+                self._finish()
         elif not is_over and "trust" in self.held:
             self.let_go("trust")
             self.say("moving")
@@ -520,6 +541,8 @@ class Stub:
         self.held.discard(why)
         if self.held:
             return
+        if self.status is not None:
+            return  # it ended before, and only its results are left
         self.has_run = True
         if not self.processes:
             self._start()
@@ -647,7 +670,7 @@ class Stub:
     def _rank_ended(self, rank: int, process: FirstProcess, status: int) -> None:
         process.returncode = status
         # after a cancel all ranks may clean up; after a notice all may save
-        if status and not self._is_again(status) and not (self.status or self.cancelled):
+        if status and not self._is_again(status) and not (self.status or self.is_stopped):
             self.failed_rank, self.status = rank, status
             self.ends = [process.returncode for process in self.processes]
 
@@ -723,57 +746,92 @@ class Stub:
     # --- the end ---
 
     def ended_at_its_pause(self) -> bool:
-        """True if the command ended by itself while it was paused.
+        """True if the command ended by itself while it was paused, or before its image was made.
 
         This is reported when it has the slot again.
         """
-        return not self.is_seated and self.status is not None and self.status >= 0
+        if self.is_seated or self.status is None or self.cancelled:
+            return False
+        return self.status >= 0 or self.is_over_before
 
     def settle(self) -> None:
-        """Store the outputs and send the final message, once the command has ended."""
+        """Store what the command leaves, then send the final message, once it has ended."""
         self.end_tree()
-        if not self.is_seated:
+        if not self.is_seated and not self.cancelled:
             raise Abandoned  # killed while frozen: a task ends only in the slot
         self.step += self.progress.read_all(self.step) + self.has_run
-        self._report_all()
-        if self.cancelled:
-            raise Ending("stopped")
-        if self._is_again(self.status):
+        if self.is_seated:
+            self._report_all()
+        if not self.is_stopped and self._is_again(self.status):
             self._begin_again()
-        folder, publish = Path(self.start.scratch), self.spec.publish
-        if self.status:
+        folder, why = Path(self.start.scratch), self._failure()
+        try:
+            results = self._results()
+            self._tell_ending(results.told(folder))
+        except OSError as error:
+            raise why or _failed("exit", f"Its files cannot be read: {error}") from error
+        if why is not None:
             # the failure of the command counts, not that of its output
             with contextlib.suppress(Ending):
-                self._put_artifacts(folder)
-            full = full_disk(folder, self.spec.resources.disk_bytes)
-            full += " " if full else ""
-            if self.gang is None:
-                raise _failed("exit", f"{full}{_how_it_ended(self.status)}")
-            first = f"{full}rank {self.failed_rank}: {_how_it_ended(self.status)}"
-            raise _failed("exit", first, "\n".join(self._ends_of_ranks()))
+                self._put_artifacts(folder, results)
+            raise why
         for name in self.spec.outputs:
-            body = output_of(name, folder, step=self.step, publish=name in publish)
+            body = output_of(name, folder, step=self.step, publish=name in self.spec.publish)
             self._put(name, body)
-        self._put_artifacts(folder)
+        self._put_artifacts(folder, results)
         raise Ending("finished", result={"exit_status": 0})
+
+    def _results(self) -> Results:
+        folder, spec = Path(self.start.scratch), self.spec
+        return Results.of(folder, Path(self.start.code), spec.artifacts, spec.outputs)
+
+    def _failure(self) -> Ending | None:
+        """Return the final message, unless the command has ended well."""
+        if self.cancelled:
+            return Ending("stopped")
+        if not self.status and not self.is_stopped:
+            return None
+        full = full_disk(Path(self.start.scratch), self.spec.resources.disk_bytes)
+        full += " " if full else ""
+        ended = _how_it_ended(self.status or 0)
+        if self.gang is None:
+            return _failed("exit", f"{full}{ended}")
+        first = f"{full}rank {self.failed_rank}: {ended}"
+        return _failed("exit", first, "\n".join(self._ends_of_ranks()))
+
+    def _tell_ending(self, dropped: JSON) -> None:
+        if not self.is_ending:
+            self.is_ending = True
+            self.say("ending", dropped=dropped)
 
     def _begin_again(self) -> None:
         """Store the folder as the command left it, then ask for another launch of the command."""
-        self.say("ending")
+        self._tell_ending({})
         if not self.keeping.store_last():
             tell_owner("it begins again in its working folder as that was stored before")
+        if self.noticed_why in ("", NoticeReason.MAX_DURATION):  # this may be its last attempt
+            with contextlib.suppress(Ending, OSError):
+                self._put_artifacts(Path(self.start.scratch), self._results())
         raise _failed("again", f"It asked to begin again (exit status {AGAIN}).")
 
-    def _put_artifacts(self, folder: Path) -> None:
+    def _put_artifacts(self, folder: Path, results: Results) -> None:
+        if not results.kept:
+            return
         try:
-            artifacts = artifacts_of(folder, folder / INTERNAL / ARTIFACTS)
+            artifacts = Zipped(folder, results.kept)
         except OSError as error:
             raise _failed("exit", f"Its artifacts could not be packed: {error}") from error
-        if artifacts is not None:
-            self._put(ARTIFACTS, artifacts)
+        self._put(ARTIFACTS, artifacts)
 
-    def _put(self, name: str, body: Image | File) -> None:
-        """Store an output and wait until it is stored."""
+    def _put(self, name: str, body: Image | File | Zipped) -> None:
+        """Store an output; while the store refuses it, wait without the slot and try again."""
+        while why := self._refusal(name, body):
+            if self.cancelled:
+                raise _failed("exit", f"the output {name!r} could not be stored: {why}")
+            self._wait_for_store()
+
+    def _refusal(self, name: str, body: Image | File | Zipped) -> str:
+        """Send an output, and wait until it is stored; return why it was not, or ""."""
         what = f"output:{name}"
         self.keeping.finish()
         self.say("saving", what=what, at_step=self.step, size_bytes=body.size_bytes)
@@ -784,8 +842,15 @@ class Stub:
             raise Abandoned from error
         while what not in self.settled:
             self.listen(None)
-        if why := self.settled[what].get("error"):
-            raise _failed("exit", f"the output {name!r} could not be stored: {why}")
+        return str(self.settled.pop(what).get("error") or "")
+
+    def _wait_for_store(self) -> None:
+        """Leave the slot with all files, until the task is launched again."""
+        self.wishes -= {"pause"}
+        self.is_seated = False
+        self.say("paused", has_state=True, waits="store")
+        while not self.is_seated and not self.cancelled:
+            self.turn()
 
 
 # --- helpers --------------------------------------------------------------------------------------

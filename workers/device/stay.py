@@ -205,6 +205,7 @@ class Stay:
             network=self.network,
             idle_us=self.process.idle_us if self.process else 0,
             waits_for=self.waits_for,
+            unstored=self.process.unstored if self.process else "",
         )
 
 

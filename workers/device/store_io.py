@@ -253,7 +253,7 @@ def _access(launch: Launch, house: House) -> DeviceAccess:
     try:
         return with_guests(house.access, house.kind, launch.guests, house.devices_folder)
     except NoSuchDevice as error:
-        raise NotFetched("exit", f"It cannot use its devices: {error}.") from error
+        raise NotFetched("device", f"It cannot use its devices: {error}.") from error
 
 
 def _inputs(
@@ -466,10 +466,15 @@ def keep_marked(image: Saving, launch: Launch, house: House) -> Written:
 
 
 def store(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
-    """Store an output from `received`; return its description.  Raises OutOfStep, OSError."""
+    """Store an output from `received`; return its description.
+
+    Raises OutOfStep, or any error of the store.
+    """
     try:
         sha256, size_bytes = house.cache.stored(pieces, size, house.store)
-    except OSError:
+    except OutOfStep:
+        raise
+    except Exception:
         for _ in pieces:  # so that the next output begins at its start
             pass
         raise

@@ -10,6 +10,7 @@ from typing import Any
 from app.core.model.graphs.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
 from app.core.model.metric_rows import MESSAGE_ROWS
 from app.core.model.protocol import messages
+from app.core.model.protocol.wellformed import FILES_MOST, SENTENCE_MOST
 from app.core.security.redaction import Redactor
 from workers.process.wire import parsed_parts
 
@@ -25,6 +26,8 @@ HOSTS_LIMIT = 64  # most hosts of one gang
 METRICS_LIMIT = 2_000  # most entries, summed over all executors of a graph
 METRIC_CHARACTERS = 200
 COPIES_LIMIT = 100_000  # most copies of blocks between executors
+#: Causes that only the platform can know: a process that gives one sends nonsense.
+_PLATFORM_CAUSES = frozenset({"store", "mount", "environment", "device"})
 _COPY = ("block", "source", "target", "bytes")
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
@@ -188,11 +191,23 @@ def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, m
     return {clean(name[:200]): value for name, value in said.items()}
 
 
+def dropped(message: JSON) -> JSON:
+    """Return the files of a command that are not kept, as in
+    core.model.protocol.messages.Finished."""
+    said = table({"dropped": {}, **message}, "dropped")
+    if not said:
+        return {}
+    first = said.get("first")
+    if not isinstance(first, list) or len(first) > FILES_MOST:
+        raise Nonsense(f"the first dropped files are {first!r:.100}")
+    names = [text({"name": each}, "name")[:SENTENCE_MOST] for each in first]
+    return {"files": number(said, "files"), "bytes": number(said, "bytes"), "first": names}
+
+
 def failed(message: JSON) -> JSON:
     """Return the fields of core.model.protocol.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
-    # only the platform can know of faults of the store, of mounts, or of building an environment
-    if cause not in messages.CAUSES or cause in ("store", "mount", "environment"):
+    if cause not in messages.CAUSES or cause in _PLATFORM_CAUSES:
         raise Nonsense(f"cause is {cause!r}")
     return {
         "cause": cause,

@@ -298,18 +298,32 @@ def settle(work: Work) -> None:
         raise as_ending(error) from error
     if work.member is not None:
         work.member.end()
-    while work.images.busy or work.outgoing.busy:
-        inbox.listen(work, None)
-    for name in work.spec.outputs:
-        if why := work.outgoing.settled[f"output:{name}"].get("error"):
-            told = f"the output {name!r} could not be stored: {why}"
-            raise Ending("failed", cause="exit", message=told, detail="")
+    _store_all(work)
     progress.report_all(work)
     passed = work.job.passed() if isinstance(work.job, ExecutorJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
     made_bytes = work.job.made_bytes() if work.is_graph else {}
     measured = {"took_ms": took_ms, "made_bytes": made_bytes}
     raise Ending("finished", result=said, passed=passed, **measured)
+
+
+def _store_all(work: Work) -> None:
+    """Wait until all outputs are stored.
+
+    While the store refuses one, a job waits without the slot and tries again. A function, a graph
+    and a gang cannot wait, so they fail: the supervisor knows that the store is the cause.
+    """
+    while True:
+        while work.images.busy or work.outgoing.busy:
+            inbox.listen(work, None)
+        if not (unkept := work.outgoing.unkept):
+            return
+        if work.member is not None or work.is_graph or work.is_function:
+            what = f"output:{unkept[0]}"
+            told = f"{unkept[0]!r} could not be stored: {work.outgoing.settled[what]['error']}"
+            raise Ending("failed", cause="exit", message=f"The output {told}", detail="")
+        orders.pause(work, waits="store")
+        work.outgoing.put_again()
 
 
 def _must_be_small(result: JSON) -> None:

@@ -18,7 +18,7 @@ from app.core.model.checkpoints.manifest import Manifest
 from app.core.model.checkpoints.tensor_file import SAID
 from app.db.models import Checkpoint
 from app.db.transactions import Db
-from app.errors import BadInput, Gone, Unavailable
+from app.errors import BadInput, Conflict, Gone, Unavailable
 from app.identity import audit
 from app.settings import settings
 from app.storage.store import Damaged, Store
@@ -67,7 +67,7 @@ def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     "/checkpoints/{id}/safetensors",
     response_class=StreamingResponse,
     summary="Download tensors of a checkpoint as safetensors",
-    responses={200: _FILE, **declared(410, 503)},
+    responses={200: _FILE, **declared(409, 410, 503)},
 )
 def export_checkpoint(
     id: str, caller: Authed, session: Db, names: Names = None
@@ -84,6 +84,9 @@ def export_checkpoint(
         export = Export(_manifest(checkpoint), chunks, names=names)
     except Unsayable as error:
         raise BadInput.at("?names", str(error), "unknown-tensor") from error
+    if not export.tensors:
+        told = "the checkpoint holds no tensors; that of a command holds the files of its working"
+        raise Conflict(f"{told} folder, in which `from_checkpoint` begins another command")
     headers = {
         "Content-Length": str(export.size),
         "Content-Disposition": f'attachment; filename="{checkpoint.id}.safetensors"',

@@ -142,7 +142,7 @@ OutputName = Annotated[
 )
 def get_output(id: str, name: OutputName, caller: Authed, session: Db, asked: Download) -> Response:
     """Sends a published output as the file of tensors that became a datablock.  `artifacts.zip`
-    holds the files that a command left in the folder `artifacts` of its working folder.
+    holds the files of a command that were kept when it ended (`artifacts` in its descriptor).
 
     Other outputs are stored as they lay in memory, for other tasks: to get a file, publish the
     output.
@@ -470,5 +470,6 @@ def _task_out(
         "network": None if used is None else used.as_json(),
         "no_tunnel": tunnel_access.why_closed(caller, task),
         "movement": reports.movement_of(task),
+        "dropped": task.dropped or None,
     }
     return TaskOut.model_validate(shown)

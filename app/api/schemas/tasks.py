@@ -103,6 +103,14 @@ class NetworkOut(Out):
     received_bytes: int = Field(0, description="Bytes that the task received.")
 
 
+class DroppedFilesOut(Out):
+    """Files that a command wrote, outside the folders that are kept."""
+
+    files: int
+    bytes: int
+    first: list[str] = Field(description="The paths of up to five of them.")
+
+
 class TaskOut(Out):
     model_config = example(
         id=EXAMPLE_TASK,
@@ -237,6 +245,12 @@ class TaskOut(Out):
     )
     result: dict[str, Any] | None = None
     outputs: dict[str, Any] = {}
+    dropped: DroppedFilesOut | None = Field(
+        None, description="Files of a command that it wrote and that were not kept when it ended."
+    )
+    unstored: str = Field(
+        "", description="Why the store refuses its newest checkpoint or output, or empty."
+    )
     submitted_at: datetime
     first_started_at: datetime | None = None
     ended_at: datetime | None = None

@@ -25,7 +25,7 @@ def outputs(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """List outputs of a request or task, and the files in a command's folder `artifacts`."""
+    """List outputs of a request or task, and the kept files of a command."""
     with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 import uuid
@@ -60,6 +61,10 @@ def submit(
     kind: Annotated[
         str, typer.Option(help="kind of device; each rank of a command gets an accelerator")
     ] = "cpu",
+    out: Annotated[
+        list[str] | None,
+        typer.Option("--out", help="file or folder of the command that is kept; repeatable"),
+    ] = None,
     network: Annotated[
         list[str] | None,
         typer.Option("--network", help="what it may reach, such as huggingface.co:443; repeatable"),
@@ -132,6 +137,9 @@ def submit(
         _set_params(descriptor, param)
     if network:
         _only_task(descriptor, "--network")["network"] = {"allow": network}
+    if out:
+        kept = [posixpath.normpath(path) for path in out]  # ./out/ is out
+        _only_task(descriptor, "--out")["artifacts"] = kept
     _set_files(descriptor, mount or [], image)
     _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
     _set_variables(descriptor, env or [], secret or [])

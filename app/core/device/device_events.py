@@ -178,7 +178,8 @@ class ProcessPaused(ProcessEvent):
     """The process left the slot at a safe point.
 
     `lacks` is the late input for which it waited in the slot without success, or ""; `is_lacking`
-    tells whether that input is still missing.
+    tells whether that input is still missing. `unstored` is why the store refused an output of the
+    ended task, or "": it is to be launched again after `wait_us`.
     """
 
     process: int
@@ -186,6 +187,8 @@ class ProcessPaused(ProcessEvent):
     has_state: bool = True
     lacks: str = ""
     is_lacking: bool = False
+    unstored: str = ""
+    wait_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +230,7 @@ class ProcessConcluded(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEnding(ProcessEvent):
-    """The command of the process has ended and will begin again: its folder is being stored."""
+    """The command of the process has ended: its folder or its results are being stored."""
 
     process: int
 

@@ -73,9 +73,13 @@ from app.core.scheduling.sharing.turns import Rota
 
 PREPARE_US = 120_000_000  # time limit to import a tenant's code and restore its image
 HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
-ENDING_US = 30_000_000  # time limit to store the folder of a command that begins again
+FINISH_US = 10_000_000  # time limit to end all processes of a command
+ENDING_US = 120_000_000  # time limit to store what an ended command leaves, beyond its limits
 REST_US = 5_000_000  # in microseconds: how long a process waits for another function to run in it
 REMEMBERED = 10_000  # most tasks whose newest launch is known; the island stops older epochs
+
+#: Kill reasons that are limits of the task. A command may still store what it has written.
+LIMIT_REASONS = frozenset({"host_memory", "device_memory"})
 
 #: Kill reasons for which no event is sent: the island notices that the resident is gone.
 SILENT_REASONS = frozenset(
@@ -300,11 +304,11 @@ class DeviceMachine:
             if process.is_prepared:
                 self._paused(process, now_us)
 
-    def _paused(self, process: ProcessRecord, now_us: int, lacks: str = "") -> None:
+    def _paused(self, process: ProcessRecord, now_us: int, **details: Any) -> None:
         stay = process.stay
         self._move(stay, StayMove.PAUSED)
         process.paused_us = now_us
-        self._say(TellIsland(stay=stay.key, kind=messages.Paused, details={"lacks": lacks}))
+        self._say(TellIsland(stay=stay.key, kind=messages.Paused, details=details))
         if process.saved_step == stay.step:
             self._say(TellSaved(process=process.id))
         self._let_hosts_go(process)
@@ -330,7 +334,8 @@ class DeviceMachine:
             return
         if stay.state != StayState.STOPPING:
             self._move(stay, StayMove.CANCEL)
-        if self.slot.has(process):
+        # a command without the slot runs no more, but stores what it has written
+        if self.slot.has(process) or (process.is_command and process.has_state):
             self._send(process, "cancel")
             process.kill_us = now_us + self.stop_grace_us
         else:
@@ -413,7 +418,17 @@ class DeviceMachine:
             self._pause(stay, now_us)
 
     def _kill_asked(self, event: KillAsked, now_us: int) -> None:
-        self._kill(self.processes[event.process], event.reason)
+        process = self.processes[event.process]
+        if event.reason not in LIMIT_REASONS or not process.is_command:
+            self._kill(process, event.reason)
+        elif not process.stop_reason:  # else it is ending already
+            process.stop_reason = event.reason
+            self._finish(process, now_us)
+
+    def _finish(self, process: ProcessRecord, now_us: int) -> None:
+        """Have the stub of a command end it and store what it has written."""
+        self._send(process, "finish")
+        process.ending_until_us = process.kill_us = now_us + FINISH_US
 
     def _leave_asked(self, event: LeaveAsked, now_us: int) -> None:
         self.is_leaving = True
@@ -432,7 +447,7 @@ class DeviceMachine:
     def _deadlines_due(self, event: DeadlinesDue, now_us: int) -> None:
         for process in list(self.processes.values()):
             if process.kill_us is not None and now_us >= process.kill_us:
-                self._kill(process, "cancel")
+                self._end_slow(process, now_us)
             elif not process.is_prepared and now_us >= process.deadline_us:
                 self._kill(process, "slow")
             elif process.rests_until_us is not None and now_us >= process.rests_until_us:
@@ -455,21 +470,35 @@ class DeviceMachine:
         waiting = (s for s in self.stays.values() if s.behind_until_us is not None)
         return [stay for stay in waiting if stay.state == StayState.SEATING]
 
+    def _end_slow(self, process: ProcessRecord, now_us: int) -> None:
+        """End a process that was told to end and has not."""
+        if process.is_command and not process.ending_until_us:
+            self._finish(process, now_us)
+        else:
+            self._kill(process, process.stop_reason or "cancel")
+
     def _until_limit_us(self, holder: ProcessRecord, now_us: int) -> int:
         """Return the time until the task must get its notice, or must end because of
         `max_duration_s`.
         """
         stay = holder.stay
+        if holder.kill_us is not None:
+            return holder.kill_us - now_us
         left_us = stay.left_us(now_us)
-        if stay.state == StayState.RUNNING:
+        if stay.state == StayState.RUNNING and not holder.ending_until_us:
             return left_us - stay.notice_us
         return max(left_us, holder.ending_until_us - now_us)
 
     def _reach_limit(self, holder: ProcessRecord, now_us: int) -> None:
         stay = holder.stay
         left_us = stay.left_us(now_us)
+        if holder.kill_us is not None:
+            return  # it is killed at its own deadline
         if left_us > 0 and stay.state == StayState.RUNNING:
             self._notice(holder, NoticeReason.MAX_DURATION, now_us + left_us)
+        elif holder.is_command and not holder.ending_until_us:
+            holder.stop_reason, holder.kill_us = "max_duration", now_us + self.stop_grace_us
+            self._send(holder, "over")
         else:
             self._kill(holder, "max_duration")
 
@@ -523,6 +552,8 @@ class DeviceMachine:
             self._move(stay, StayMove.BEGIN)
             stay.slots, process.has_state = stay.launch_slots, True
         self.slot.take(process, now_us)
+        if process.ending_until_us:  # it only stores what it left, and may take its time for that
+            process.ending_until_us = now_us + ENDING_US
         self._limit_waits_behind(stay, now_us)
         self._say(GiveSlot(process=process.id, is_first=is_first, waited_us=waited_us))
         return True
@@ -580,6 +611,7 @@ class DeviceMachine:
         stay, lacks = process.stay, event.lacks
         may = {StayState.PAUSING, StayState.STOPPING}
         may |= {StayState.RUNNING} if stay.is_remote or process.yields or lacks else set()
+        may |= ACTIVE if event.unstored else set()
         if not self.slot.has(process) or (stay.state not in may and not stay.is_over):
             self._reject(process, "paused without being told to")
             return
@@ -588,10 +620,19 @@ class DeviceMachine:
         self.slot.free(process, now_us)
         if stay.state == StayState.STOPPING:
             self._kill(process, "cancel")
+        elif event.unstored and not stay.is_over:
+            self._hold_for_store(process, event, now_us)
         elif stay.state == StayState.PAUSING or stay.is_remote:
-            self._paused(process, now_us, lacks if event.is_lacking else "")
+            self._paused(process, now_us, lacks=lacks if event.is_lacking else "")
         elif lacks and event.is_lacking:  # else the input has just come: as after a slice
-            self._paused(process, now_us, lacks)
+            self._paused(process, now_us, lacks=lacks)
+
+    def _hold_for_store(self, process: ProcessRecord, event: ProcessPaused, now_us: int) -> None:
+        """Free the slot of a task that has ended, until the store takes its outputs."""
+        process.kill_us = process.stay.noticed_until_us = None
+        if process.stay.state == StayState.NOTICED:
+            self._move(process.stay, StayMove.PAUSE)
+        self._paused(process, now_us, unstored=event.unstored, wait_us=event.wait_us)
 
     def _process_resized(self, event: ProcessResized, now_us: int) -> None:
         process = self.processes[event.process]
@@ -606,10 +647,12 @@ class DeviceMachine:
 
     def _process_ending(self, event: ProcessEnding, now_us: int) -> None:
         process = self.processes[event.process]
-        if process.ending_until_us or not self.slot.has(process):
+        if process.is_ending or not (self.slot.has(process) or process.kill_us is not None):
             self._reject(process, "its command ended twice, or without a slot")
             return
-        process.ending_until_us = now_us + ENDING_US
+        process.is_ending, process.ending_until_us = True, now_us + ENDING_US
+        if process.kill_us is not None:
+            process.kill_us = process.ending_until_us
 
     def _process_concluded(self, event: ProcessConcluded, now_us: int) -> None:
         process = self.processes[event.process]

@@ -143,7 +143,11 @@ class ProcessRecord:
     step_since_us: int = 0  # earliest time at which its present step may have begun
     step_us: int = 0  # how long its steps last: the longest of the last ones
     kill_us: int | None = None  # when its grace period after a cancel ends
-    ending_until_us: int = 0  # until when it may store the folder of its ended command
+    # until when it may store the folder and the results of its ended command, beyond its limits
+    ending_until_us: int = 0
+    is_ending: bool = False  # it has said that its command ended
+    # limit because of which its command was told to end: a kill reason, or ""
+    stop_reason: str = ""
     kill_reason: str = ""
 
     @property

@@ -6,6 +6,9 @@ The device worker reports findings (`core.device.health_findings`). A finding wi
 * by itself when the finding is gone, if it was one that passes: heat, silence, no monitor;
 * otherwise after an administrator lets it serve: the device is checked, and serves if it passes.
 
+A device that could not set up a task's process takes no work for FAULT_S, so that the task goes
+elsewhere.
+
 Two rules need memory. A device that is cordoned too often no longer returns by itself. A device on
 which tasks of several tenants fail one after another is cordoned too, unless no other device of its
 kind would be left: then the tasks are the likelier cause.
@@ -34,6 +37,7 @@ FLAPPING_MOST = 3  # after this many cordons within a day a device no longer ret
 FAILURES_WINDOW_S = 3_600.0
 FAILURES_TASKS = 3  # tasks that failed one after another
 FAILURES_TENANTS = 2  # consecutive failed tasks must belong to so many tenants
+FAULT_S = 60.0  # how long a device takes no work after it could not set up a task's process
 NOTES_KEPT = 20
 
 
@@ -165,6 +169,10 @@ def heard(
     """Take in a device's report. `is_cordoned`: the device takes no work now, for whatever
     reason.
     """
+    why = fitness.cordon
+    is_fault = why is not None and why.rule == HealthRule.FAULT
+    if is_fault and why is not None and why.returns and now_s - why.at_s >= FAULT_S:
+        fitness = _let_serve(fitness, now_s, "It is tried again.")
     if report is None:  # nothing watches the device: no fault can be found or checked
         return _let_serve(fitness, now_s, "It has no monitor.") if fitness.is_checking else fitness
     if report.checked < 0:
@@ -176,7 +184,8 @@ def heard(
         return fitness if worst is None else _begin(fitness, worst, now_s, by_hand=is_cordoned)
     if worst is None:
         gone = "It is well again."
-        return _let_serve(fitness, now_s, gone) if fitness.cordon.returns else fitness
+        ends = fitness.cordon.returns and not is_fault  # no monitor finds what was at fault
+        return _let_serve(fitness, now_s, gone) if ends else fitness
     return _worsen(fitness, fitness.cordon, worst, now_s)
 
 
@@ -195,7 +204,7 @@ def _conclude(
 def _begin(fitness: Fitness, worst: Finding, now_s: float, *, by_hand: bool) -> Fitness:
     """Cordon a device because of a finding."""
     cordons_s = (*(at_s for at_s in fitness.cordons_s if now_s - at_s < DAY_S), now_s)
-    passes = worst.rule in PASSING
+    passes = worst.rule in PASSING | {HealthRule.FAULT}
     rule, reason = worst.rule, worst.reason
     if passes and len(cordons_s) >= FLAPPING_MOST:
         rule = HealthRule.FLAPPING
@@ -205,7 +214,7 @@ def _begin(fitness: Fitness, worst: Finding, now_s: float, *, by_hand: bool) -> 
         reason=reason,
         effect=worst.effect,
         at_s=now_s,
-        returns=rule in PASSING and not by_hand,
+        returns=passes and rule != HealthRule.FLAPPING and not by_hand,
     )
     begun = replace(fitness, cordon=why, cordons_s=cordons_s[-FLAPPING_MOST:], failures=())
     return _noted(begun, now_s, f"Cordoned: {reason}")
@@ -262,6 +271,17 @@ def task_failed(
         return fitness
     told = f"{len(failures)} tasks of {len(tenants)} tenants failed on it one after another."
     return _begin(fitness, cordon(HealthRule.FAILURES, told), failure.at_s, by_hand=is_cordoned)
+
+
+def device_failed(fitness: Fitness, *, now_s: float, is_cordoned: bool) -> Fitness:
+    """Cordon a device that could not set up a task's process; after FLAPPING_MOST such cordons
+    within a day it no longer returns by itself.
+    """
+    if fitness.cordon is not None:
+        return fitness
+    told = "It could not set up a task's process; its worker's log says why."
+    found = cordon(HealthRule.FAULT, told, Effect.STAY)
+    return _begin(fitness, found, now_s, by_hand=is_cordoned)
 
 
 def task_went_well(fitness: Fitness) -> Fitness:

@@ -50,6 +50,7 @@ class HealthRule(StrEnum):
     HANG = "hang"
     MONITOR = "monitor"
     FAILURES = "failures"
+    FAULT = "fault"
     FLAPPING = "flapping"
 
 

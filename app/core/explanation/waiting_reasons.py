@@ -34,6 +34,7 @@ CODES = {
     "TICKETS": "wait",
     "GANG_WANTS_NONE": "wait",
     "RETRY_BACKOFF": "wait",
+    "STORE_REFUSES": "ask_admin",
     "ENVIRONMENT_PENDING": "wait",
     "NOT_LOOKED_AT": "wait",
     "NO_SCHEDULER": "ask_admin",
@@ -95,12 +96,12 @@ ACTIONS = {
 START = frozenset(
     {
         "HELD_BY_ADMIN", "HELD_BY_USER", "IDLE_SESSION", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
-        "GANG_WANTS_NONE", "RETRY_BACKOFF",
+        "GANG_WANTS_NONE", "RETRY_BACKOFF", "STORE_REFUSES",
     }
 )  # fmt: skip
 #: Reasons that do not end when others release devices; while such a reason lasts, there is no
 #: estimate.
-CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
+CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
     "ENVIRONMENT_PENDING",
     "NOT_LOOKED_AT",
     "NO_SCHEDULER",
@@ -278,9 +279,15 @@ def start(
 
 
 def backoff(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
-    """Return why a failed task is not tried again yet."""
+    """Return why a failed task is not tried again yet, or an ended task does not end."""
     if task.retry_at_s <= now_s:
         return ()
+    if task.unstored:
+        told = (
+            f"It has ended, and its outputs wait for the store, which refuses them: {task.unstored}"
+        )
+        told += f" It tries again at {clock(task.retry_at_s)}."
+        return (_at("STORE_REFUSES", told, task.retry_at_s),)
     told = (
         f"Attempt {task.attempts} of {task.retry_max + 1} failed; the next starts "
         f"at {clock(task.retry_at_s)}."

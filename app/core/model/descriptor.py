@@ -42,6 +42,7 @@ from app.core.model.fields import (
 )
 from app.core.model.launchers import find_launcher
 from app.core.model.provisions import network_policy, notice, session
+from app.core.model.provisions.artifacts import read_artifacts
 from app.core.model.provisions.container_image import need_of_image, read_image
 from app.core.model.provisions.environment import (
     EnvironmentFile,
@@ -197,6 +198,8 @@ class TaskDescriptor:
     params: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Source] = field(default_factory=dict)  # port -> its source
     outputs: tuple[str, ...] = ()
+    # paths in a command's working folder that are kept (`provisions.artifacts`); (): usual ones
+    artifacts: tuple[str, ...] = ()
     # output -> the datablock that gets it as its new version
     publish: Mapping[str, str] = field(default_factory=dict)
     start: StartConditions = field(default_factory=StartConditions)
@@ -330,6 +333,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
         params=_params(fields),
         inputs=_inputs(fields),
         outputs=fields.texts("outputs", WORD, WORD_RULE),
+        artifacts=read_artifacts(fields, run_kind=run.kind),
         publish=_publish(fields),
         start=_start(fields.inside("start")),
         world_size=world_size,
@@ -687,6 +691,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "params": dict(task.params),
         "inputs": {port: _said(source) for port, source in task.inputs.items()},
         "outputs": list(task.outputs),
+        "artifacts": list(task.artifacts),
         "publish": dict(task.publish),
         "start": {
             "after": list(task.start.after),

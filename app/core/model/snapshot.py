@@ -300,6 +300,7 @@ class BoardTask:
     attempts: int = 0
     retry_max: int = 0
     retry_at_s: float = 0.0
+    unstored: str = ""  # why the store refuses its newest checkpoint or output
 
     @property
     def waits_since_s(self) -> float:

@@ -187,6 +187,10 @@ class Task(Base):
     result: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
     passed: Mapped[list[dict[str, Any]] | None] = mapped_column(JSONB)
     outputs: Mapped[dict[str, Any]] = json_column()
+    # files of a command that were not kept, as in `messages.Finished`
+    dropped: Mapped[dict[str, Any]] = json_column()
+    # why the store refuses its newest checkpoint or output, or ""
+    unstored: Mapped[str] = mapped_column(server_default="")
     submitted_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column()
 
@@ -249,6 +253,7 @@ class Task(Base):
                 "state in ('starting', 'running', 'splicing', 'pausing', 'stopping')"
             ),
         ),
+        Index("ix_tasks_unstored", "id", postgresql_where=text("unstored != ''")),
         Index(
             "ix_tasks_abroad",
             "txid",

@@ -18,6 +18,7 @@ from app.core.model.lifecycle import NOT_STARTED, State
 from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import request_phase
 from app.core.model.provisions import process_images
+from app.core.model.provisions.artifacts import dropped_told
 from app.core.model.provisions.resources import Resources, of_amounts
 from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant, User
 from app.insight import explain, phases
@@ -161,6 +162,8 @@ class TaskView:
     detail: str | None
     result: dict[str, Any] | None
     outputs: dict[str, dict[str, Any]]
+    dropped: str  # which files of a command were not kept, in a sentence
+    unstored: str
     params: dict[str, Any]
     runs: str  # the command line, or the name of what is run
     env: dict[str, str]
@@ -233,6 +236,8 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
             detail=task.detail,
             result=task.result,
             outputs=task.outputs,
+            dropped=dropped_told(task.dropped),
+            unstored=task.unstored,
             params=task.descriptor.get("params") or {},
             runs=_run_in_words(task),
             env=task.descriptor.get("env") or {},

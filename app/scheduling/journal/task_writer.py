@@ -14,6 +14,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from app.core.model import lifecycle
 from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE
 from app.core.model.protocol import messages
+from app.core.model.provisions.artifacts import dropped_told
 from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away
@@ -175,6 +176,8 @@ def end_task(session: Session, task: Task, type_: str, message: str, **data: Any
     task.ended_at, task.image_on = transactions.now(session), None
     task.move_to = task.moving = None
     _nudge_abroad(session, task)
+    if dropped := dropped_told(task.dropped or {}):  # a new row has no default yet
+        message, data = f"{message} {dropped}", {**data, "dropped": task.dropped}
     tell(session, task, type_, message, **data)
 
 

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event as events
 from sqlalchemy import func, select
 
+from app.core.device import health_cordons
 from app.core.device.health_cordons import Fitness
 from app.core.device.health_findings import HealthLimits, HealthWatch
 from app.core.device.health_readings import Reading
@@ -447,3 +448,31 @@ def test_a_tenants_policy_is_set_by_the_api(admin, app, scenery):
         assert changed.json()["idle_pause_s"] == pause_s
     refused = client.patch(path, json={"idle_pause_s": 59}, headers={"If-Match": etag})
     assert refused.status_code == 422
+
+
+# --- faults of a device ---------------------------------------------------------------------------
+
+
+def test_task_that_a_device_cannot_set_up_goes_elsewhere_without_an_attempt(
+    session, device, running
+):
+    told_now = [failed(running, "device")]
+    device.hear(residents=[view(running, "ended")], events=told_now)
+    assert (running.state, running.attempts, running.seat) == ("waiting", 0, None)
+    assert device.row.cordoned
+    assert device.fitness.cordon.rule == "fault"
+    assert device.fitness.cordon.returns
+
+
+def test_device_at_fault_is_tried_again_and_stays_cordoned_after_three_faults(device):
+    now_s = 1_000_000.0
+    fitness = health_cordons.Fitness()
+    for returns in (True, True, False):
+        fitness = health_cordons.device_failed(fitness, now_s=now_s, is_cordoned=False)
+        assert fitness.cordon.returns == returns
+        soon = health_cordons.heard(fitness, None, now_s=now_s + 59, is_cordoned=True)
+        assert soon.cordon is not None
+        now_s += health_cordons.FAULT_S
+        fitness = health_cordons.heard(fitness, None, now_s=now_s, is_cordoned=True)
+        assert (fitness.cordon is None) == returns
+    assert fitness.cordon.reason.startswith("Cordoned 3 times within a day")

@@ -49,7 +49,7 @@ from app.db.models import (
     Usage,
     User,
 )
-from app.insight import reports
+from app.insight import explain, reports
 from app.scheduling import journal, ledger, snapshot_reader
 from app.settings import settings
 
@@ -832,6 +832,48 @@ class TestEnd:
         events = [started(running, epoch=2), done]
         hear(session, residents=[view(running, "ended", epoch=2, step=10)], events=events)
         assert (running.state, running.outputs) == ("done", {})
+
+    def test_cancelled_command_keeps_its_files_and_names_those_that_are_gone(
+        self, session, running
+    ):
+        running.cancel_asked_at = running.started_at
+        decide(session, running, "Cancel")
+        left = {"artifacts.zip": {"sha256": "0" * 64, "size_bytes": 9}}
+        dropped = {"files": 7, "bytes": 12_000, "first": ["model.pt", "log"]}
+        stopped = event(Stopped, running, 2, outputs=left, dropped=dropped)
+        hear(session, residents=[view(running, "ended")], events=[stopped])
+        assert (running.state, running.outputs, running.dropped) == ("cancelled", left, dropped)
+        ended = select(RequestEvent.message).where(RequestEvent.type == "task.cancelled")
+        assert session.scalars(ended).one() == (
+            "Cancelled after 0 steps. Not kept: 7 files (12,000 bytes): model.pt, log and 5 more. "
+            "To keep such files, name their folders in `artifacts`."
+        )
+
+    def test_ended_task_gives_its_device_back_while_the_store_refuses(self, session, running):
+        held = event(Paused, running, 2, unstored="No space left on device.", wait_us=5_000_000)
+        hear(session, residents=[view(running, "paused")], events=[held])
+        assert (running.state, running.image_on, running.attempts) == ("waiting", "h.0", 0)
+        assert running.unstored == "No space left on device."
+        assert running.retry_at is not None
+        why = explain.explain(session, [running])[running.id].reasons[0]
+        assert (why["code"], why["change"]["action"]) == ("STORE_REFUSES", "wait_until")
+        assert "No space left on device." in why["message"]
+        decide(session, running, "Launch", devices=("h.0",))
+        done = event(Finished, running, 2, epoch=2, result={}, outputs={})
+        events = [started(running, epoch=2, resumed="resident"), done]
+        hear(session, residents=[view(running, "ended", epoch=2)], events=events)
+        assert (running.state, running.unstored) == ("done", "")
+
+    def test_refused_checkpoint_is_told_once_and_so_is_its_end(self, session, running):
+        for why in ("No space left on device.", "Disk quota exceeded.", "", ""):
+            refused = replace(view(running, "running"), unstored=why)
+            hear(session, residents=[refused])
+        kinds = select(RequestEvent.type).where(RequestEvent.type.like("task.%stored"))
+        assert session.scalars(kinds.order_by(RequestEvent.id)).all() == [
+            "task.unstored",
+            "task.stored",
+        ]
+        assert running.unstored == ""
 
     def test_finished_task_has_no_cause_of_failure(self, session, running):
         running.retry_max = 1

@@ -47,7 +47,7 @@ from app.core.device.device_events import (
     TellSaved,
     TellVerdict,
 )
-from app.core.device.device_machine import REST_US, DeviceMachine
+from app.core.device.device_machine import ENDING_US, FINISH_US, REST_US, DeviceMachine
 from app.core.device.device_records import BEHIND_US
 from app.core.model.protocol.messages import (
     Cancel,
@@ -152,9 +152,10 @@ class Device:
         self.launch(task, epoch, **more)
         return self.prepare(task, epoch)
 
-    def prepare(self, task: str, epoch: int = 1) -> int:
+    def prepare(self, task: str, epoch: int = 1, *, is_command: bool = False) -> int:
         self.processes += 1
-        self.give(ProcessBegan(process=self.processes, stay=(task, epoch)))
+        began = ProcessBegan(process=self.processes, stay=(task, epoch), is_command=is_command)
+        self.give(began)
         self.give(ProcessPrepared(process=self.processes, step=0))
         return self.processes
 
@@ -879,13 +880,79 @@ def test_folder_of_an_ended_command_may_be_stored_beyond_its_slot_time(device: D
         device.later(1_000_000)
         device.answer()
     device.give(ProcessEnding(process=process))
-    for _ in range(29):
-        device.later(1_000_000)
-        device.answer()
+    _let_pass(device, ENDING_US - 1)
     assert device.killed() == []
-    device.later(1_000_000)
+    device.later(1)
     assert device.killed() == [(process, "max_duration")]
     device.give(ProcessExited(process=process))
+
+
+def _let_pass(device: Device, us: int) -> None:
+    """Let time pass while the island answers."""
+    until_us = device.now_us + us
+    while device.now_us < until_us:
+        device.answer()
+        device.later(min(until_us - device.now_us, 1_000_000))
+
+
+def _run_command(device: Device, task: str, **more: Any) -> int:
+    device.launch(task, **{**COMMAND, **more})
+    process = device.prepare(task, is_command=True)
+    device.answer()
+    assert device.round() == [process]
+    return process
+
+
+def test_command_beyond_its_slot_time_may_store_what_it_wrote(device: Device) -> None:
+    process = _run_command(device, "a")
+    _let_pass(device, 9_000_000)
+    assert (device.words(), device.killed()) == (["over"], [])
+    _let_pass(device, GRACE_US)
+    assert (device.words(), device.killed()) == (["finish"], [])
+    device.give(ProcessEnding(process=process))
+    _let_pass(device, ENDING_US - 1)
+    assert device.killed() == []
+    device.later(1)
+    assert device.killed() == [(process, "max_duration")]
+
+
+def test_command_beyond_its_memory_may_store_what_it_wrote(device: Device) -> None:
+    process = _run_command(device, "a")
+    device.give(KillAsked(process=process, reason="host_memory"))
+    assert device.words() == ["finish"]
+    device.give(KillAsked(process=process, reason="host_memory"))  # the next look finds the same
+    assert (device.words(), device.killed()) == ([], [])
+    _let_pass(device, FINISH_US)
+    assert device.killed() == [(process, "host_memory")]
+
+
+def test_cancelled_command_without_the_slot_may_store_what_it_wrote(device: Device) -> None:
+    process = _run_command(device, "a")
+    device.pause("a")
+    device.paused(process)
+    device.cancel("a")
+    assert (device.words()[-1], device.killed()) == ("cancel", [])
+    device.give(ProcessEnding(process=process))
+    device.give(ProcessConcluded(process=process, step=3, word="stopped", rests=False))
+    device.give(ProcessExited(process=process))
+    assert [one.was_stopping for one in device.said(TellVerdict)] == [True]
+
+
+@pytest.mark.parametrize("seconds", [0, 7])
+def test_ended_task_leaves_the_slot_while_the_store_refuses(device: Device, seconds: int) -> None:
+    process = _run_command(device, "a")
+    _let_pass(device, seconds * 1_000_000)
+    device.give(ProcessEnding(process=process))
+    device.paused(process, unstored="No space left on device.", wait_us=5)
+    (told_now,) = [one for one in device.said(TellIsland) if one.kind is Paused]
+    assert told_now.details == {"unstored": "No space left on device.", "wait_us": 5}
+    assert (device.state("a"), device.machine.slot.holders) == ("paused", [])
+    device.launch("a", 2, **COMMAND)
+    device.answer()
+    assert device.round() == [process]
+    device.give(ProcessConcluded(process=process, step=3, word="finished", rests=False))
+    device.give(ProcessExited(process=process))
+    assert device.state("a", 2) == "ended"
 
 
 def test_command_ends_once(device: Device) -> None:

@@ -144,8 +144,13 @@ class Resident:
     is_read: bool = False  # an output is being read from `bulk`
     leaving: deque[Leaving] = field(default_factory=deque)  # announced outputs that wait to be read
     save_again_us: int | None = None  # when to retry a failed image
+    # image or output -> why the store refused it the last time
+    refusals: dict[str, str] = field(default_factory=dict)
+    holds: int = 0  # how often it has left the slot because the store refused an output
+    has_entered: bool = False  # its sandbox stands, and code of a tenant may have run
     is_gone: bool = False
     outputs: JSON = field(default_factory=dict)
+    dropped: JSON = field(default_factory=dict)  # files that its command left and that are not kept
     verdict: JSON | None = None
     shells: JobShells = field(default_factory=JobShells)  # processes beside a job
     parts: Parts = field(default_factory=Parts)  # received parts of a long message
@@ -216,7 +221,7 @@ class Resident:
         """Let the resting process run the function of another stay."""
         self.stay.leave_process()
         self.stay, stay.resident = stay, self
-        self.saved, self.verdict, self.refused = None, None, ""
+        self.saved, self.verdict, self.refused, self.refusals = None, None, "", {}
         self.preset, self.device_preset, self.capabilities = {}, {}, []
         self.outputs, self.peaks, self.cpu, self.staged_us = {}, {}, (0, 0), 0
         self.frames = TokenBucket(FRAMES_BURST, FRAMES_PER_S)
@@ -255,8 +260,23 @@ class Resident:
         return output in (self.stay.spec.run.part or {}).get("after_ms", ())
 
     @property
-    def artifacts(self) -> JSON:
-        return {name: kept for name, kept in self.outputs.items() if name == messages.ARTIFACTS}
+    def unstored(self) -> str:
+        """Return why the store refuses its newest image or output, or ""."""
+        return next(iter(self.refusals.values()), "")
+
+    @property
+    def unstored_output(self) -> str:
+        """Return why the store refuses one of its outputs, or ""."""
+        refused = (why for what, why in self.refusals.items() if what != "image")
+        return next(refused, "")
+
+    @property
+    def left(self) -> JSON:
+        """Return what an end other than success says of the files of a command."""
+        if not self.is_command:
+            return {}
+        kept = {name: kept for name, kept in self.outputs.items() if name == messages.ARTIFACTS}
+        return {"outputs": kept, "dropped": self.dropped}
 
     @property
     def is_kept(self) -> bool:

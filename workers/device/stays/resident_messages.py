@@ -28,6 +28,10 @@ from workers.transfer.host_context import House
 
 JSON = dict[str, Any]
 
+# in microseconds: how long an ended task waits for the store before it tries again; doubled each
+# time
+STORE_AGAIN_US, STORE_LONGEST_US = 5_000_000, 300_000_000
+
 
 class ResidentMessages:
     """Takes the messages of residents about the life of their tasks."""
@@ -53,6 +57,9 @@ class ResidentMessages:
         if port in resident.stay.lacks:
             resident.stay.awaits = port
             self.rhythm.happened = True  # perhaps the input was sent and the message was lost
+
+    def entered(self, resident: Resident, message: JSON) -> None:
+        resident.has_entered = True
 
     def prepared(self, resident: Resident, message: JSON) -> None:
         resident.preset = untrusted.table(message, "preset")
@@ -93,6 +100,7 @@ class ResidentMessages:
 
     def paused(self, resident: Resident, message: JSON) -> None:
         lacks = _late_input(resident, message, "lacks") if "lacks" in message else ""
+        unstored, wait_us = _refusal(resident) if message.get("waits") == "store" else ("", 0)
         resident.shells.seat(is_seated=False)
         self.stays.give(
             ProcessPaused(
@@ -101,6 +109,8 @@ class ResidentMessages:
                 has_state=message.get("has_state") is not False,
                 lacks=lacks,
                 is_lacking=lacks in resident.stay.lacks,
+                unstored=unstored,
+                wait_us=wait_us,
             )
         )
 
@@ -110,6 +120,7 @@ class ResidentMessages:
         self.stays.give(ProcessResized(process=resident.id, step=step, slots=slots))
 
     def ending(self, resident: Resident, message: JSON) -> None:
+        resident.dropped = resident.stay.redactor.json(untrusted.dropped(message))
         self.stays.give(ProcessEnding(process=resident.id))
 
     def last(self, resident: Resident, message: JSON) -> None:
@@ -143,6 +154,7 @@ class ResidentMessages:
 
     def handlers(self) -> dict[str, Handler]:
         return {
+            "entered": self.entered,
             "prepared": self.prepared,
             "progress": self.progress,
             "away": self.away,
@@ -156,6 +168,14 @@ class ResidentMessages:
             "finished": self.last,
             "stopped": self.last,
         }
+
+
+def _refusal(resident: Resident) -> tuple[str, int]:
+    """Return why the store refuses an output of the process, and when to try again."""
+    if not (why := resident.unstored_output):
+        raise Nonsense("it waits for the store, which has all its outputs")
+    resident.holds += 1
+    return why, min(STORE_LONGEST_US, STORE_AGAIN_US * 2 ** (resident.holds - 1))
 
 
 def _late_input(resident: Resident, message: JSON, name: str) -> str:

@@ -70,7 +70,7 @@ class TaskStarter:
     def spawn(self, stay: Stay, fetched: Fetched) -> None:
         assert self.spawner.zygote is not None
         if told := self._lacks(stay, fetched):
-            self.stays.fail(stay, "exit", told, "unfetched")
+            self.stays.fail(stay, "device", told, "unfetched")
             fetched.close()
             return
         try:
@@ -86,7 +86,7 @@ class TaskStarter:
         try:
             room = self._limited_room(stay, fetched)
         except CannotLimit as error:
-            self.stays.fail(stay, "exit", str(error), "unfetched")
+            self.stays.fail(stay, "device", str(error), "unfetched")
             fetched.close()
             return
         wire, control = tenant_pair()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -211,6 +212,7 @@ class ResultStore:
             # done before its stub is told, which lets the command run on
             if stored.tree.is_damaged:
                 self.stays.kill(resident, "damaged")
+            self._taken(resident, "image")
             resident.send("kept", what="image")
             self._tell_stored(resident, step, now_us() - began_us, stored, told)
         self._close_if_gone(resident)
@@ -266,6 +268,7 @@ class ResultStore:
         if isinstance(stored, BaseException):
             self._not_stored(resident, f"output:{one.name}", stored)
         else:
+            self._taken(resident, f"output:{one.name}")
             files = self._lies(resident, one, stored["sha256"])
             resident.send("kept", files, what=f"output:{one.name}", files=len(files))
             store_io.close_all(files)
@@ -298,9 +301,17 @@ class ResultStore:
         if isinstance(error, DamagedAndNotStored):
             self.stays.kill(resident, "damaged")
             return
-        resident.send("kept", what=what, error=str(error), files=0)
+        why = _sentence(refusal(error))
+        if not resident.refusals:
+            self.rhythm.happened = True
+        resident.refusals.setdefault(what, why)
+        resident.send("kept", what=what, error=why, files=0)
         if what == "image":
             resident.save_again_us = now_us() + SAVE_AGAIN_US
+
+    def _taken(self, resident: Resident, what: str) -> None:
+        if resident.refusals.pop(what, ""):
+            self.rhythm.happened = True
 
     def tell_saved(self, stay: Stay, saved: Saving) -> None:
         stay.tell(
@@ -334,6 +345,16 @@ def _image_with_processes(resident: Resident) -> Saving | None:
 def newest_step(launch: Launch) -> int:
     """Return the step of the newest checkpoint that the launch names; 0 if it names none."""
     return launch.images[0].step if launch.images else 0
+
+
+def refusal(error: BaseException) -> str:
+    """Say in a sentence for the tenant why the store did not take something.
+
+    Whatever the error is, the store refuses; paths and object names of the store are left out.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror or os.strerror(error.errno)}."
+    return f"It answered with {type(error).__name__}; the log of the device says more."
 
 
 def _sentence(said: str) -> str:

@@ -16,22 +16,16 @@ JSON = dict[str, Any]
 
 def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
     """Return the final event of a stay from the process's final message and the way it ended."""
-    said, kill_reason = resident.verdict, resident.kill_reason
+    said, kill_reason = resident.verdict, resident.kill_reason or resident.record.stop_reason
     if said is not None and said["is"] is messages.Finished:
-        return {**said, "outputs": resident.outputs}
+        dropped = {"dropped": resident.dropped} if resident.dropped else {}
+        return {**said, "outputs": resident.outputs, **dropped}
     if kill_reason == "cancel" or was_stopping:
-        return {"is": messages.Stopped}
+        return {"is": messages.Stopped, **resident.left}
     if said is not None and not kill_reason:
-        if resident.refused and said["is"] is messages.Failed:
-            said = {**said, "message": f"{resident.refused} {said['message']}"}
-        if said["is"] is messages.Failed and said["cause"] == "again":
-            if resident.stay.spec.notice is not None:
-                return {**said, "noticed": resident.stay.record.noticed}
-            said = {**said, "cause": "exit"}  # no genuine process sends this
-        if resident.is_command and said["is"] is messages.Failed:
-            detail = "\n".join([*resident.stay.log.last, *said["detail"].splitlines()])
-            return {**said, "detail": detail, "outputs": resident.artifacts}
-        return said
+        return _own_word(resident, said)
+    if resident.exit_status == CANNOT_START and not kill_reason and not _has_run(resident):
+        return {"is": messages.Failed, "cause": "device", "message": _FAULT}
     cause = {"max_duration": "max_duration", "slow": "bundle"}.get(kill_reason, "exit")
     told = f"{resident.refused} It was ended."
     if kill_reason != EXCEEDED:
@@ -39,7 +33,33 @@ def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
     if kill_reason == "device_memory":
         told = _beyond_its_memory(resident)
     last = "\n".join(resident.stay.log.last)
-    return {"is": messages.Failed, "cause": cause, "message": told, "detail": last}
+    failed = {"is": messages.Failed, "cause": cause, "message": told, "detail": last}
+    return {**failed, **resident.left}
+
+
+def _own_word(resident: Resident, said: JSON) -> JSON:
+    """Return the event for the final message of a process that was not killed."""
+    if said["is"] is not messages.Failed:
+        return said
+    if resident.refused:
+        said = {**said, "message": f"{resident.refused} {said['message']}"}
+    if said["cause"] == "again":
+        if resident.stay.spec.notice is not None:
+            return {**said, **resident.left, "noticed": resident.stay.record.noticed}
+        said = {**said, "cause": "exit"}  # no genuine process sends this
+    if not resident.is_command:
+        is_refused = said["cause"] == "exit" and resident.unstored_output
+        return {**said, "cause": "store"} if is_refused else said
+    detail = "\n".join([*resident.stay.log.last, *said["detail"].splitlines()])
+    return {**said, "detail": detail, **resident.left}
+
+
+def _has_run(resident: Resident) -> bool:
+    """True if code of a tenant may have run in the process, so that its exit status is not ours."""
+    return resident.record.has_state if resident.is_command else resident.has_entered
+
+
+_FAULT = "A fault of this device, not of the task, ended its process; its log says which."
 
 
 def _beyond_its_memory(resident: Resident) -> str:
@@ -66,8 +86,6 @@ def _how_it_ended(kill_reason: str, status: int, refused: str) -> str:
         case "deaf":
             seconds = residents.UNREAD_US // 1_000_000
             return f"Its process did not read messages of its device worker for {seconds} s."
-    if status == CANNOT_START:
-        return "A fault of this device, not of the task, ended its process; its log says which."
     number = -status if status < 0 else status - 128 if status > 128 else 0
     if number == 9:
         return refused or "Its process was killed (SIGKILL); perhaps it ran out of memory."

@@ -157,7 +157,10 @@ class Resize(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Order):
-    """End at the next safe point, or by force after the grace period; store nothing."""
+    """End at the next safe point, or by force after the grace period.
+
+    Nothing is stored but the artifacts of a command.
+    """
 
 
 # --- events, up to the island -------------------------------------------------------------------
@@ -252,9 +255,13 @@ class Paused(Event):
     """The slot is free; the image at `step` lies in the host memory of this device.
 
     A partition of a graph leaves its slot by itself when an input that it `lacks` does not arrive.
+    A task that has ended leaves it when the store refuses an output: `unstored` says why, and
+    `wait_us` when to launch the task again.
     """
 
     lacks: str = ""
+    unstored: str = ""
+    wait_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +278,8 @@ class Finished(Event):
     took_ms: JSON = field(default_factory=dict)
     # how large the blocks made in that launch were; a list counts as a whole
     made_bytes: JSON = field(default_factory=dict)
+    # files of a command that are not kept: {"files", "bytes", "first"}, or {}
+    dropped: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,23 +287,30 @@ class Failed(Event):
     """The task failed: `cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a
     difference.
 
-    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any. `noticed` is the
-    reason of the notice that a command got before it asked to begin again, or empty.
+    `outputs` are the ARTIFACTS of a command, if it left any; `dropped` is as in Finished. `noticed`
+    is the reason of the notice that a command got before it asked to begin again, or empty.
     """
 
     cause: str
     message: str
     detail: str = ""
     outputs: JSON = field(default_factory=dict)
+    dropped: JSON = field(default_factory=dict)
     noticed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(Event):
-    """Cancelled as ordered; nothing of the task is left on the device."""
+    """Cancelled as ordered; nothing of the task is left on the device.
+
+    `outputs` and `dropped` are as in Failed.
+    """
+
+    outputs: JSON = field(default_factory=dict)
+    dropped: JSON = field(default_factory=dict)
 
 
-#: The files that a command left in its folder `artifacts`; no declared output can have this name.
+#: The files of a command that are kept (`provisions.artifacts`); no declared output has this name.
 ARTIFACTS = "artifacts.zip"
 
 #: How an input came to its task: it was on the host, another host gave it, or it came from the
@@ -314,6 +330,8 @@ CAUSES = {
     "environment": True,  # the packages of its request could not be installed
     "mount": True,  # a mount cannot be shown on the host, or the tenant may no longer use it
     "image": True,  # the checkpoint could not be restored; an older one is tried
+    # the device could not set up the task's process: the retry uses up no attempt
+    "device": True,
     "host": True,  # another host of the gang was lost: the retry uses up no attempt
     "store": True,  # the store did not answer: retried without using up an attempt
     "again": True,  # a command with a notice asked to begin again (`provisions.notice`)
@@ -353,6 +371,7 @@ class ResidentView:
     # what a launched task waits for on the device: "bytes" of device memory, "places" for processes
     # and host memory, or "disk"; "" if it waits for none of them
     waits_for: str = ""
+    unstored: str = ""  # why the store refuses its newest image or output, or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ _LARGEST = 2**63 - 1
 FINDINGS_MOST = 32  # most findings in a report of a device's health
 MAX_PATH = 255  # most characters of the path or the target of a mount
 BUILD_TOLD_MOST = 5000  # most characters of the reason why packages were not installed
+FILES_MOST = 5  # most files that are named among those that are not kept
 SENTENCE_MOST = 500  # most characters of the reason of a finding
 
 
@@ -66,6 +67,10 @@ def _is_figure(value: Any) -> bool:
 
 def _is_sentence(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= SENTENCE_MOST and value.isprintable()
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= SENTENCE_MOST and is_storable(value)
 
 
 def _is_place(value: Any) -> bool:
@@ -287,6 +292,16 @@ FIELDS: dict[str, Check] = {
     "network": _by_name(is_word, _is_count),
     "withdrawn": _each(_is_sentence),
     "bound_because": _is_sentence,
+    "unstored": _is_sentence,
+    "wait_us": _is_count,
+    "dropped": _object(
+        {},
+        {
+            "files": _is_count,
+            "bytes": _is_count,
+            "first": lambda value: _each(_is_file_name)(value) and len(value) <= FILES_MOST,
+        },
+    ),
     "printed": lambda value: _each(_is_count)(value) and len(value) in (0, 2),
     "peers": _each(_is_hash),
     "secret": _is_bundle,

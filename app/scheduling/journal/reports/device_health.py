@@ -59,7 +59,7 @@ def act(session: Session, house: DeviceRows, before: Mapping[str, Any]) -> bool:
     told = f"{device.id} is cordoned. {now.reason}"
     if now.effect == Effect.RESTART:
         return _give_up(session, house, told)
-    if was is None:
+    if was is None and now.effect == Effect.MOVE:
         _ask_to_move(session, house, told)
     return was is None
 
@@ -123,6 +123,14 @@ def note_failure(session: Session, placement: Placement, event: Failed) -> None:
         is_cordoned=device.cordoned,
     )
     keep(device, after)
+
+
+def note_fault(session: Session, placement: Placement) -> None:
+    """Record that a device could not set up a task's process."""
+    device = session.get_one(Device, placement.device_id)
+    now_s = transactions.now_s(session)
+    before = Fitness.of(device.fitness)
+    keep(device, health_cordons.device_failed(before, now_s=now_s, is_cordoned=device.cordoned))
 
 
 def note_success(session: Session, placement: Placement) -> None:

@@ -318,11 +318,13 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     task.image_on, task.saved = device, False
     task.pauses += 1
     device_health.note_success(session, placement)
-    stopped = "Paused" if task.hold or stops_to_move else "Preempted"
+    stopped = "Paused" if task.hold or stops_to_move or event.unstored else "Preempted"
     told = f"{stopped} on {device} after step {event.step}; no step lost."
     task_writer.tell(session, task, "task.paused", told, device=device, step=event.step)
     if event.lacks:
         _wait_for(session, task, event.lacks)
+    if event.unstored:
+        outputs.hold_for_store(session, task, event)
 
 
 def _wait_for(session: Session, task: Task, port: str) -> None:
@@ -358,7 +360,8 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     task_writer.close_stay(session, task, placement, "finished")
     task_writer.move_task(session, task, Move.Finished)
     task.step, task.result = event.step, event.result
-    task.outputs = _kept(task, spec, event.outputs)
+    task.outputs, task.dropped = _kept(task, spec, event.outputs), event.dropped
+    task.unstored = ""
     task.passed = event.passed if spec.run.kind == "graph" else None
     if (event.took_ms or event.made_bytes) and task.passed is not None:
         graphs.learn(session, task, event.took_ms, event.made_bytes)
@@ -412,7 +415,8 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     task_writer.close_stay(session, task, placement, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
-    task.outputs = _kept(task, task.spec, event.outputs)
+    task.outputs, task.dropped = _kept(task, task.spec, event.outputs), event.dropped
+    task.unstored = ""
     older = event.cause == "image" and _damage(session, task, event.epoch)
     away = _is_excused(session, placement, event)
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
@@ -436,7 +440,9 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
 
 def _is_excused(session: Session, placement: Placement, event: messages.Failed) -> bool:
     """True if the task is not to blame: it restarts, and uses up no attempt."""
-    if event.cause in ("store", "host"):
+    if event.cause == "device":
+        device_health.note_fault(session, placement)
+    if event.cause in ("store", "host", "device"):
         return True
     device_health.note_failure(session, placement, event)
     return event.cause in device_health.SUSPECT_CAUSES and device_health.excuses(session, placement)
@@ -463,7 +469,8 @@ def _damage(session: Session, task: Task, epoch: int) -> bool:
 def _stopped(session: Session, task: Task, placement: Placement, event: messages.Stopped) -> None:
     task_writer.close_stay(session, task, placement, "stopped")
     task_writer.move_task(session, task, Move.Stopped)
-    task.step = event.step
+    task.step, task.unstored = event.step, ""
+    task.outputs, task.dropped = _kept(task, task.spec, event.outputs), event.dropped
     task_writer.end_task(
         session, task, "task.cancelled", f"Cancelled after {counted(event.step, 'step')}."
     )

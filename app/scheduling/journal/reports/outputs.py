@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from app.db.ids import new_id
 from app.db.models import Checkpoint, Device, LogLine, Need, Placement, Task
 from app.messaging import outbox
 from app.scheduling import launch_order
+from app.scheduling.journal import task_writer
 
 
 def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None:
@@ -41,6 +43,28 @@ def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None
     there = {"damaged_at": None, "deleted_at": None}
     same = [Checkpoint.task_id, Checkpoint.step, Checkpoint.sha256]
     session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
+
+
+def hold_for_store(session: Session, task: Task, event: messages.Paused) -> None:
+    """Let an ended task wait until the store takes its outputs; its device holds them."""
+    task.unstored = event.unstored
+    task.retry_at = transactions.now(session) + timedelta(microseconds=event.wait_us)
+    told = f"It has ended, and its outputs wait for the store: {event.unstored} Its device is free."
+    task_writer.tell(session, task, "task.unstored", told, wait_s=event.wait_us / 1e6)
+
+
+def note_refusal(session: Session, task: Task, view: messages.ResidentView) -> None:
+    """Record that the store refuses what a running task stores, or takes it again."""
+    if bool(view.unstored) == bool(task.unstored) or view.state == "ended":
+        return
+    told = "The store takes its data again."
+    if view.unstored:
+        told = f"The store refuses its newest checkpoint or output: {view.unstored}"
+        told += " It tries again until the store takes it; if its device is lost, it goes back to"
+        told += " the checkpoint before."
+    task.unstored = view.unstored
+    kind = "task.unstored" if view.unstored else "task.stored"
+    task_writer.tell(session, task, kind, told, step=view.step)
 
 
 def withdraw_lines(session: Session, task: Task, step: int) -> int:

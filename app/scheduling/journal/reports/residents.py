@@ -15,6 +15,7 @@ from app.db.models import Placement, Task
 from app.scheduling import gang_tickets, guest_placements
 from app.scheduling.journal import losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
+from app.scheduling.journal.reports import outputs
 from app.scheduling.round_notes import notes_of
 
 # number of resends of a Launch to a live device that never shows the task; then it counts as lost
@@ -52,6 +53,7 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
     _note_peaks(task, view)
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
+    outputs.note_refusal(session, task, view)
     store_metrics(session, task, view)
     return True
 

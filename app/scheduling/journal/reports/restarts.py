@@ -56,6 +56,6 @@ def _end(session: Session, task: Task, event: messages.Failed) -> None:
     task.cause = "exit"
     if event.noticed == NoticeReason.MAX_DURATION:
         why, task.cause = "at the end of max_duration_s", "max_duration"
-    task.detail = None
+    task.detail, task.outputs, task.dropped = None, event.outputs, event.dropped
     task.message = f"{event.message} That was {why}, which takes an attempt, and none is left."
     task_writer.end_task(session, task, f"task.{task.state}", task.message, cause=task.cause)

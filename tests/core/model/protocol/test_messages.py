@@ -86,6 +86,7 @@ NAMED: dict[str, Any] = {
     "preset": {"threads": 1, "flush_denormal": False},
     "Finished.outputs": {"x": BLOCK, "artifacts.zip": BLOCK},
     "Failed.outputs": {"artifacts.zip": BLOCK},
+    "Stopped.outputs": {"artifacts.zip": BLOCK},
     "Launch.links": {"secret": HASH, "home": ["10.0.0.1", 9]},
     "Resize.links": {"secret": HASH},
     "Alive.links": ["10.0.0.1", 9],
