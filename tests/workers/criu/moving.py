@@ -128,7 +128,7 @@ def moved(
         if not images:
             run.end = type(_ended(rig, task, epoch)[0]).__name__
         _drop(rig, task, epoch)
-        _read(rig, task, epoch, run)
+        _read(rig, task, epoch, run, printed=_printed_before_image(rig, task, epoch, images))
     return run
 
 
@@ -157,8 +157,26 @@ def _ended(rig: DeviceRig, task: str, epoch: int) -> list[Event]:
     return rig.all(Finished, task, epoch) + rig.all(Failed, task, epoch)
 
 
-def _read(rig: DeviceRig, task: str, epoch: int, run: MovedRun) -> None:
-    lines = rig.lines.get(key(task, epoch), [])
+def _printed_before_image(
+    rig: DeviceRig, task: str, epoch: int, images: list[CheckpointRef]
+) -> int | None:
+    """Return how many lines of this epoch had been printed when the processes were stored; None if
+    no image of theirs follows.
+
+    An island withdraws the later lines (`outputs.withdraw_lines`), as the restored processes print
+    them again: on a busy machine a process may still print between its image and its end.
+    """
+    saved = rig.all(Saved, task, epoch)
+    if not images or not saved or not saved[-1].has_processes:
+        return None
+    of_epoch, lines = saved[-1].printed
+    return lines if of_epoch == epoch else 0
+
+
+def _read(
+    rig: DeviceRig, task: str, epoch: int, run: MovedRun, *, printed: int | None = None
+) -> None:
+    lines = rig.lines.get(key(task, epoch), [])[:printed]
     if run.begun[-1] == "folder":
         run.printed = []  # it prints all again
     run.printed += [text for stream, text in lines if stream == "stdout"]
