@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
-from sqlalchemy import delete, func, select
+from sqlalchemy import func, select
 
 from app.db.models import LogLine, Metric, Placement, Request, Task, Tenant
 from app.errors import NotFound
@@ -638,22 +638,14 @@ class TestEverywhere:
         with service.change() as session:
             task = session.get_one(Task, service.tracked.id)
             name, task.name = task.name, long
-            session.add(
-                Placement(
-                    task_id=task.id, epoch=1, device_id="d0", tenant_id=task.tenant_id,
-                    user_id=task.user_id, kind="cpu", cost_milli=1000, incarnation="p",
-                    launched_at=func.now(), started_at=func.now(),
-                )
-            )  # fmt: skip
         visit.sign_in("a")
-        for path in ("/ui/", "/ui/queue", f"/ui/requests/{task.request_id}"):
+        for path in ("/ui/", "/ui/queue", f"/ui/requests/{service.tracked.request_id}"):
             visit.go(path)
             assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
         widths = "bars => bars.map(bar => bar.getBoundingClientRect().width)"
         assert min(visit.page.locator(".stays svg").evaluate_all(widths)) > 200
         with service.change() as session:
             session.get_one(Task, service.tracked.id).name = name
-            session.execute(delete(Placement).where(Placement.task_id == service.tracked.id))
 
     @pytest.mark.parametrize("visit", [PHONE], indirect=True)
     def test_navigation_on_a_phone_is_one_line_with_this_page_in_sight(self, visit):
