@@ -43,6 +43,7 @@ DEPTH = 32  # most levels of nesting in a JSON body
 _ONCE = ("Authorization", "Idempotency-Key", "Content-Range", "If-Match", "Last-Event-ID")
 _GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
+_STRICT_TRANSPORT = f"max-age={365 * 86400}"
 
 
 class RequestId:
@@ -67,6 +68,8 @@ class RequestId:
                 headers.update(scope["state"].get("rate_headers", {}))
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
+                if scope["scheme"] == "https":
+                    headers.setdefault("Strict-Transport-Security", _STRICT_TRANSPORT)
                 if scope["path"].startswith("/v1/"):
                     headers.setdefault("Cache-Control", "no-store")
             await send(message)

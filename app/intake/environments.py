@@ -39,6 +39,8 @@ from app.storage.store import Damaged, Store
 
 CAUSE = "environment"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # Python of the platform
+GIST_CHARACTERS = 300  # of uv's words in the message of a task
+_DRAWN = " ×╰├│─▶"  # noqa: RUF001  # what uv draws before its lines
 LOCKING = 0x656E7673  # key of the advisory lock under which control claims an environment
 
 #: True for a task whose environment is not locked yet.
@@ -261,11 +263,17 @@ def keep_failure(session: Session, id: str, message: str, took_us: int) -> None:
     row.state, row.message, row.claimed_until = "failed", message, None
     row.took_us = took_us
     session.flush()
-    told = "Its environment could not be locked."
+    told = f"Its environment could not be locked: {_gist(message)}"
     journal.give_up(
         session, _waiting(session, Task.cancel_asked_at.is_(None), id), CAUSE, told, message
     )
     journal.settle(session)
+
+
+def _gist(said: str) -> str:
+    """Return the beginning of uv's words in one line, without the marks that it draws."""
+    words = " ".join(line.strip(_DRAWN) for line in said.splitlines()).removeprefix("error: ")
+    return words if len(words) <= GIST_CHARACTERS else f"{words[: GIST_CHARACTERS - 1]}…"
 
 
 def cancel_waiting(session: Session) -> None:

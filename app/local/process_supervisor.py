@@ -29,6 +29,8 @@ AGAIN_MAX_S = 10.0
 HEALTHY_S = 10.0  # lifetime after which the count of deaths starts again
 DEATHS_WHILE_STARTING = 5  # deaths after which a start has failed
 LOG_TAIL = 15  # lines
+CHECK_S = 10.0  # interval of looks whether a program answers
+HUNG_S = 60.0  # in seconds: how long a program may not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,8 @@ class Spec:
     if not our own.
 
     `stop` is the signal that asks it to end; SIGKILL follows after `grace_s`. `death` is the signal
-    that it gets when its supervisor dies. `ready` says whether it works already.
+    that it gets when its supervisor dies. `ready` says whether it works already. A program that
+    `answers` has not found to answer for HUNG_S is killed, and so starts again.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Spec:
     death: signal.Signals = signal.SIGKILL
     grace_s: float = 8.0
     ready: Callable[[], bool] = lambda: True
+    answers: Callable[[], bool] | None = None
 
 
 class NotReady(Exception):
@@ -79,6 +83,8 @@ class Child:
     started_s: float = 0.0
     deaths: int = 0
     again_s: float | None = None
+    checked_s: float = 0.0  # when it was last asked whether it answers
+    answered_s: float = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -106,13 +112,24 @@ class Child:
         happened.
         """
         if self.alive:
-            return ""
+            return self._mind_hanging(now_s)
         if self.again_s is None:
             return self._died(now_s)
         if now_s < self.again_s:
             return ""
         self.start(now_s)
         return "starts again"
+
+    def _mind_hanging(self, now_s: float) -> str:
+        if self.spec.answers is None or now_s < self.checked_s + CHECK_S:
+            return ""
+        self.checked_s = now_s
+        if self.spec.answers():
+            self.answered_s = now_s
+        elif now_s > max(self.answered_s, self.started_s) + HUNG_S:
+            self.kill()
+            return f"has not answered for {HUNG_S:g} s, and was killed"
+        return ""
 
     def signal(self, number: signal.Signals) -> None:
         if self.process is not None:

@@ -16,6 +16,7 @@ the same for tests, the demo and benchmarks, in a separate process.
 from __future__ import annotations
 
 import argparse
+import errno
 import http.client
 import json
 import os
@@ -233,14 +234,18 @@ def _seed(wanted: WantedSystem, env: Env) -> None:
 
 def _api(wanted: WantedSystem, env: Env, port: int) -> Spec:
     # Without the timeout, a browser that follows a stream would prevent the end of the server.
-    options = ("--timeout-graceful-shutdown", "3", "--no-access-log", "--log-level", "warning")
-    bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
+    options = ("--timeout-graceful-shutdown", "3", "--no-access-log", "--no-server-header")
+    bounded = ("--http", "app.api.http_protocol:BoundedProtocol", "--log-level", "warning")
     words = ["-m", "uvicorn", "app.main:app", "--host", wanted.host, "--port", str(port)]
     if (processes := settings().api_processes) > 1:
         words += ["--workers", str(processes)]
         env = {**env, "PROMETHEUS_MULTIPROC_DIR": str(_emptied(wanted.home / "run" / "metrics"))}
     return Spec(
-        name="api", command=(sys.executable, *words, *bounded, *options), env=env, folder=ROOT
+        name="api",
+        command=(sys.executable, *words, *bounded, *options),
+        env=env,
+        folder=ROOT,
+        answers=lambda: answers(f"http://{wanted.host}:{port}", "/livez"),
     )
 
 
@@ -517,6 +522,9 @@ def running(
             process.kill()  # its children die with it; no effect if it has ended
 
 
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -533,6 +541,14 @@ def main(arguments: list[str] | None = None) -> int:
         up(wanted, _say)
     except (CannotStart, NotReady) as error:
         sys.stderr.write(f"{error}\n")
+        return 1
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        sys.stderr.write(
+            f"{error.filename or wanted.home} cannot be written: {error.strerror}. Make it"
+            " writable, or set ROUNDHOUSE_HOME to another folder\n"
+        )
         return 1
     return 0
 

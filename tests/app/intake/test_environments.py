@@ -486,3 +486,13 @@ def test_failed_environment_shows_what_uv_said(
     assert shown["state"] == "failed"
     assert "castles" in shown["message"]
     assert red.get(f"/v1/environments/{shown['id']}").json()["lock"] is None
+
+
+def test_words_of_uv_become_one_line_without_what_it_draws():
+    said = (
+        "  \u00d7 No solution found:\n  ╰─▶ Because there is no numpy 9\n      it is unsatisfiable."
+    )
+    told = "No solution found: Because there is no numpy 9 it is unsatisfiable."
+    assert environments._gist(said) == told
+    assert environments._gist("error: boom") == "boom"
+    assert len(environments._gist("long " * 1000)) == environments.GIST_CHARACTERS

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from app.local import process_supervisor
 from app.local.process_supervisor import Child, NotReady, ProcessSupervisor, Spec
 
 pytestmark = pytest.mark.slow
@@ -64,6 +65,17 @@ def test_a_killed_child_is_started_again(supervisor, watched):
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: supervisor.pids()["sleeper"] != first)
     assert runs(supervisor.pids()["sleeper"])
+
+
+def test_child_that_hangs_is_killed_and_started_again(supervisor, watched, monkeypatch):
+    monkeypatch.setattr(process_supervisor, "CHECK_S", 0.1)
+    monkeypatch.setattr(process_supervisor, "HUNG_S", 0.3)
+    first: list[int] = []
+    supervisor.start(sleeper(answers=lambda: supervisor.pids()["sleeper"] not in first))
+    first.append(supervisor.pids()["sleeper"])
+    watched()
+    wait_until(lambda: not runs(first[0]))
+    wait_until(lambda: supervisor.pids()["sleeper"] != first[0])
 
 
 def test_child_that_dies_again_and_again_is_started_ever_less_often(tmp_path):

@@ -65,3 +65,8 @@ def test_end_of_the_terminal_stops_unless_it_was_to_be_ignored(is_ignored: bool)
         for number, handler in before.items():
             signal.signal(number, handler)
     assert len(asked) == (0 if is_ignored else 1)
+
+
+def test_home_that_cannot_be_written_is_named(capsys):
+    assert up.main(["--home", "/sys/roundhouse"]) == 1
+    assert "/sys/roundhouse cannot be written: " in capsys.readouterr().err
