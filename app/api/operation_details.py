@@ -65,6 +65,8 @@ def _need_version(operation: JSON) -> None:
             [given, _] = parameter["schema"].pop("anyOf")
             parameter["required"] = True
             parameter["schema"] |= given
+            # the API's page fills in this one, and calls nothing without a needed header
+            parameter["example"] = parameter["schema"]["examples"][0]
 
 
 def _schema(answer: JSON) -> str:

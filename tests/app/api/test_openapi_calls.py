@@ -24,6 +24,7 @@ from schemathesis.engine import events
 from sqlalchemy import func, update
 from sqlalchemy.orm import Session
 
+from app.api import probes
 from app.api.access import auth
 from app.db.models import ApiKey, Island
 from app.messaging.live_updates import changes
@@ -63,6 +64,7 @@ QUICK: dict[str, Any] = {
     "checks": {
         "positive_data_acceptance": {"enabled": False},
         "negative_data_rejection": {"expected-statuses": ["4xx"]},
+        "missing_required_header": {"expected-statuses": ["4xx"]},  # 428 without `If-Match`
     },
 }
 FEW: dict[str, Any] = {**QUICK, "phases": {**QUICK["phases"], "coverage": {"enabled": False}}}
@@ -150,8 +152,14 @@ def keys(
     monkeypatch.setenv("ROUNDHOUSE_WRONG_KEYS_PER_MIN", "0")
     settings.cache_clear()
     keys = {"platform_admin": world.keys["root"], **documented(session)}
+    # The service is ready: islands are led, and control, the key of the secrets and the bytes of
+    # the bundles, which exist as rows only, are there.
     lease = {"leader": "a test", "leader_until": func.now() + timedelta(hours=1)}
-    session.execute(update(Island).values(**lease))  # so the service is ready
+    session.execute(update(Island).values(**lease))
+    for name in ("_secrets", "_store"):
+        found = probes.Check(ok=True, detail="is played")
+        monkeypatch.setattr(probes, name, lambda *_, found=found: found)
+    monkeypatch.setattr(probes, "_hears", lambda: True)
     keys["revoked"] = auth.new_key(session, USER["id"], "member", "an old one")
     session.execute(update(ApiKey).where(ApiKey.name == "an old one").values(revoked_at=func.now()))
     session.commit()

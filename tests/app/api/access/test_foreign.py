@@ -366,6 +366,7 @@ ADDRESSES = {
     "/ui/queue": ["/ui/queue"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
+    "/ui/tenants": ["/ui/tenants"],
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
     "/ui/members/limits": [],  # it only takes a form
     "/ui/members/{id}": ["/ui/members/{}"],
