@@ -541,8 +541,9 @@ class Stub:
         self.held.discard(why)
         if self.held:
             return
-        if self.status is not None:
-            return  # it ended before, and only its results are left
+        if self.status is not None:  # it ended before, and only its results are left
+            self.tree.thaw()
+            return
         self.has_run = True
         if not self.processes:
             self._start()

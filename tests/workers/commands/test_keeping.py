@@ -26,9 +26,9 @@ def stub():
     return stub
 
 
-def test_image_is_due_by_time_until_the_command_is_cancelled(stub):
+def test_image_is_due_by_time_until_the_command_is_told_to_end(stub):
     assert stub.keeping.due_in_s() < 0
-    stub.cancelled = True
+    stub.is_stopped = True
     assert stub.keeping.due_in_s() > 0
     stub.wishes = {"save"}
     assert stub.keeping.due_in_s() == 0
