@@ -83,10 +83,10 @@ def strategies(devices: int) -> dict[str, Strategy]:
         "imports of 3 s before 50 ms of work": Strategy(
             work_s=0.05, costs=replace(USUAL, start_s=3.0)
         ),
-        "installs of 20 s before 1 s of work": Strategy(
-            work_s=1.0, costs=replace(USUAL, start_s=20.0)
+        "installs of 60 s before 1 s of work": Strategy(
+            work_s=1.0, costs=replace(USUAL, start_s=60.0)
         ),
-        "restores of 0.5 s": Strategy(costs=replace(USUAL, image_s=0.1, resume_s=0.5)),
+        "restores of 8 s": Strategy(costs=replace(USUAL, image_s=4.0, resume_s=8.0)),
         "functions of 20 ms": Strategy(work_s=0.02, costs=replace(USUAL, start_s=0.1)),
         "cancelled while it starts": Strategy(work_s=60.0, costs=slow, cancel_s=1.9),
         "cancelled as soon as it runs": Strategy(work_s=60.0, costs=slow, cancel_s=2.1),
