@@ -10,8 +10,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from app.cli.bundling import UnreadablePath
 
 JSON = dict[str, Any]
@@ -77,6 +75,8 @@ def _of_conda(path: Path) -> tuple[list[str], str]:
 
     Packages of conda itself are refused, as their names differ from those of the index.
     """
+    import yaml  # imported here because it is slow and seldom needed
+
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

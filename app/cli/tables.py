@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -89,6 +88,8 @@ def transfer(title: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda size: None
         return
+    from rich import progress  # imported here because it is slow and seldom needed
+
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from typer.testing import CliRunner
 
@@ -150,7 +148,6 @@ def test_packages_that_cannot_be_installed_fail_before_a_device(system, cli, cod
     add_wheel(wheels, "shaky", files={"shaky.py": "VERSION = 'of somebody else'\n"})
     built = system.handle.wanted.home / "run" / "environments" / "built"
     (built / lock).rename(built.parent / "work" / "gone-of-a-test")
-    shutil.rmtree(built.parent / "work" / "downloads")  # else uv has the former wheel
     assert system.until(lambda: not client.get("/v1/environments", limit=1)["items"][0]["hosts"])
     assert cli("beta", *submit)[0] == 0
     failed = client.wait(newest(client))["tasks"][0]

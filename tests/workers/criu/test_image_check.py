@@ -176,8 +176,12 @@ TAMPERED = [
     (_pipe(f5=ROOT, f1=UID), "signals of a file would be sent by another user"),
     *[
         ({"files.img": made.files({1: kind, 2: 9})}, f"no open file of kind {kind}")
-        for kind in (0, 10, 11, 12, 13, 14, 15, 16, 19, 21, 99)
+        for kind in (0, 10, 11, 12, 14, 15, 16, 19, 21, 99)
     ],
+    (
+        {"files.img": made.files({1: 13, 2: 9, 7: {1: 9, 3: 15, 11: made.NO_OWNER}})},
+        "a netlink socket would be of another protocol",
+    ),
     (_unix(b"/run/x\0"), "a socket would be made at /run/x"),
     (_unix(b"x\0", f14="/etc"), "a socket would be made at /etc/x"),
     (_unix(b"../../etc/x\0", f14="/scratch"), "is no plain absolute path"),
@@ -299,7 +303,7 @@ def allowed():
     return image_check.Allowed(
         uid=261_001,
         machine=os.uname().machine,
-        filter_programs=(sandbox.filter_program(has_own_network=False),),
+        filter_programs=(sandbox.filter_program(has_own_network=True),),
         shown=shown,
     )
 

@@ -225,7 +225,7 @@ def _allowed(uid: int) -> image_check.Allowed:
     return image_check.Allowed(
         uid=uid,
         machine=os.uname().machine,
-        filter_programs=(sandbox.filter_program(has_own_network=False),),
+        filter_programs=(sandbox.filter_program(has_own_network=True),),
         shown=tuple(map(str, sandbox._shown((), ()))),
     )
 
