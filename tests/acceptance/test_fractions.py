@@ -37,7 +37,7 @@ def test_two_halves_share_a_device_and_end_right_though_it_is_killed(system):
     )
     failed = clients[1].wait(greedy)["tasks"][0]
     assert failed["state"] == "failed"
-    assert failed["message"] == "It held more memory than its part of the device."
+    assert "more memory than its part of the device" in failed["message"]
     ended = [client.wait(id)["tasks"][0] for client, id in zip(clients, ids, strict=True)]
     whole = clients[0].submit_job("train:Train", name="undisturbed", params=PARAMS)
     expected = clients[0].wait(whole)["tasks"][0]["result"]

@@ -147,6 +147,16 @@ class Scene:
 
         return task, do
 
+    def store_refuses(self):
+        at = datetime.now(UTC) + timedelta(hours=1)
+        task = self.scenery.task(self.a, retry_at=at, unstored="it is full.")
+
+        def do(change):
+            assert change["value"] == pytest.approx(at.timestamp(), abs=1e-3)
+            task.retry_at = at - timedelta(hours=2)
+
+        return task, do
+
     def environment_pending(self):
         pending = {"environment": {"python": "3.11", "lock": "", "own_python": False}}
         task = self.scenery.task(self.a, "blocked", island=None, descriptor=pending)

@@ -27,6 +27,7 @@ MACHINE = [
 ]  # fmt: skip
 PROCESSES = ["device worker", "zygote", "neighbour"]
 FAMILIES = range(46)
+NETLINK_PROTOCOLS = 32  # of the kernel; the first one is NETLINK_ROUTE
 ALLOWED_FAMILIES = {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -264,12 +265,18 @@ FURTHER = [
 
 
 def _socket_of(family):
+    """Try to make a socket of a family; of netlink one of each protocol but that which lists
+    interfaces, with which nothing can be changed.
+    """
+    protocols = range(1, NETLINK_PROTOCOLS) if family == socket.AF_NETLINK else (0,)
+
     def make(where):
         made = []
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
-            with contextlib.suppress(OSError):
-                socket.socket(family, kind).close()
-                made.append(kind.name)
+            for protocol in protocols:
+                with contextlib.suppress(OSError):
+                    socket.socket(family, kind, protocol).close()
+                    made.append(f"{kind.name} {protocol}".removesuffix(" 0"))
         return " ".join(made)
 
     return make
