@@ -855,8 +855,9 @@ class TestEnd:
         assert (running.state, running.image_on, running.attempts) == ("waiting", "h.0", 0)
         assert running.unstored == "No space left on device."
         assert running.retry_at is not None
-        why = explain.explain(session, [running])[running.id].reasons[0]
-        assert (why["code"], why["change"]["action"]) == ("STORE_REFUSES", "wait_until")
+        reasons = explain.explain(session, [running])[running.id].reasons
+        [why] = [reason for reason in reasons if reason["code"] == "STORE_REFUSES"]
+        assert why["change"]["action"] == "wait_until"
         assert "No space left on device." in why["message"]
         decide(session, running, "Launch", devices=("h.0",))
         done = event(Finished, running, 2, epoch=2, result={}, outputs={})
@@ -1736,15 +1737,17 @@ class TestNotice:
         [
             ("drain", "drain", 90),
             ("move", "move", 90),
-            ("F5", "reclaim", 60),  # for a slice at most: the device is owed to another tenant
+            ("F5", "reclaim", 60),  # the longest slice at most: the device is owed to another
             ("F6/F8", "", 0),  # it is frozen where it is
             ("F7", "", 0),
             ("hold", "", 0),
         ],
     )
     def test_pause_after_which_processes_are_lost_has_a_notice(
-        self, session, command, rule, why, seconds
+        self, session, command, rule, why, seconds, monkeypatch
     ):
+        short = settings().model_copy(update={"slice_max_s": 60.0})
+        monkeypatch.setattr("app.scheduling.journal.decisions.settings", lambda: short)
         order = self.pause(session, command, rule)
         assert (order.why, order.notice_us) == (why, seconds * 1_000_000)
         journal.write_down(session)
