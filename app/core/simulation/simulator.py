@@ -730,10 +730,16 @@ def _doubled(world: World) -> Iterable[str]:
 
 
 def _idle(world: World) -> Iterable[str]:
-    """No device may be free while a task that could run on it waits, if no gang waits."""
+    """No device may be free while a task that could run on it waits, if no gang waits.
+
+    The rest of a device may be kept for an urgent fraction (F7, F9) that does not fit beside a task
+    whose slice has not ended.
+    """
     held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.holds}
     waiting = [task for task in world.tasks.values() if task.state == State.waiting]
     for task in waiting:
+        if task.kind in world.board.memory.kept:
+            continue
         gangs = any(other.kind == task.kind and other.width > 1 for other in waiting)
         if gangs or shut_by(world.board, task) is not None:
             continue
