@@ -497,7 +497,7 @@ class _Rest:
     left_s: float
 
 
-class _Side:
+class _SimulatedTenant:
     """A tenant in a run: what waits, what may be paused, and its usage at `at_s`.
 
     Tasks that have not run go before paused ones, as fresh tasks do (rule F8).
@@ -542,7 +542,7 @@ class _SimulatedRun:
         self.slice_s = cast.scene.slice_s
         names = cast.scores.keys() | {held.tenant for held, _ in cast.held}
         self.sides = {
-            name: _Side(
+            name: _SimulatedTenant(
                 name,
                 cast.scores.get(name, math.inf),
                 cast.weights.get(name, 1.0),
@@ -646,12 +646,12 @@ class _SimulatedRun:
 
     # --- starts ---
 
-    def _first(self) -> _Side | None:
+    def _first(self) -> _SimulatedTenant | None:
         """Return the least served tenant with a task that waits."""
         sides = (side for side in self.sides.values() if side.waiting or side.paused)
         return min(sides, key=lambda side: side.score_s, default=None)
 
-    def _fee_s(self, side: _Side) -> float:
+    def _fee_s(self, side: _SimulatedTenant) -> float:
         """Return what the next turn of the tenant's first task adds to its usage."""
         head = side.head()
         assert head is not None
@@ -671,12 +671,12 @@ class _SimulatedRun:
                 break
         return any(self._relieve(side) for side in self.sides.values() if side.waiting)
 
-    def _pass_over(self, side: _Side) -> None:
+    def _pass_over(self, side: _SimulatedTenant) -> None:
         """Drop a task that can never fit, so that it blocks no other task."""
         side.take()
         self.before -= side is self.sides[self.cast.tenant]
 
-    def _make_room(self, first: _Side, width: int) -> bool:
+    def _make_room(self, first: _SimulatedTenant, width: int) -> bool:
         """Pause tasks of better served tenants, the best served and latest first (rule F6)."""
         if self.slice_s == math.inf:
             return False
@@ -692,7 +692,7 @@ class _SimulatedRun:
             self._pause(stay)
         return True
 
-    def _relieve(self, side: _Side) -> bool:
+    def _relieve(self, side: _SimulatedTenant) -> bool:
         """Let fresh tasks take the places of the tenant's own tasks that have had theirs (F8)."""
         settled_s = self.now_s - self.cast.scene.fresh_s
         while side.waiting:
@@ -731,7 +731,7 @@ class _SimulatedRun:
             runtime_s = min(runtime_s, task.max_duration_s)
         return max(0.0, runtime_s - task.elapsed_s)
 
-    def _start(self, side: _Side) -> bool:
+    def _start(self, side: _SimulatedTenant) -> bool:
         """Start the tenant's first task and charge its turn; True if it is the target."""
         task = side.take()
         if side is self.sides[self.cast.tenant] and isinstance(task, WaitingTask):

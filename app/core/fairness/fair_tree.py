@@ -36,7 +36,7 @@ from app.core.model.device_choice import WHOLE_MILLI, choice_in
 Item = TypeVar("Item")
 Path = tuple[str, ...]
 
-MOST_US = 2.0**512  # far more than any usage
+MOST_US = 2.0**512  # far more than any usage; sums of such values are floats, too
 ALL = "*"  # key of a limit on devices of all kinds together
 
 
@@ -462,9 +462,10 @@ class FairTree(Generic[Item]):
         set back by many half-lives after the charges. Then the usage counts as MOST_US.
         """
         amount, unit = faded << max(0, -self._doublings), self._mantissa << max(0, self._doublings)
-        if abs(amount) >= int(MOST_US) * unit:
+        try:
+            return max(-MOST_US, min(MOST_US, amount / unit))
+        except OverflowError:
             return MOST_US if amount > 0 else -MOST_US
-        return amount / unit
 
     def charge(self, branch: Branch, faded: int) -> None:
         """Book usage to the branch and those above it; a negative charge is a refund."""

@@ -48,8 +48,8 @@ _EXAMPLES = {
 NEGATIONS = ("not_", "no_", "without_", "exclude_")  # prefixes of wrong names
 OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks", "environment"})
 OF_TASK = frozenset(
-    {"run", "world_size", "params", "inputs", "outputs", "publish", "start", "devices", "islands"}
-    | {"artifacts"}
+    {"run", "world_size", "params", "inputs", "outputs", "artifacts", "publish", "start"}
+    | {"devices", "islands"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
     | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
 )

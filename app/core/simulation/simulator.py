@@ -732,14 +732,13 @@ def _doubled(world: World) -> Iterable[str]:
 def _idle(world: World) -> Iterable[str]:
     """No device may be free while a task that could run on it waits, if no gang waits.
 
-    The rest of a device may be kept for an urgent fraction (F7, F9) that does not fit beside a task
-    whose slice has not ended.
+    The rest of a device that a fraction holds may be kept for an urgent task (F7, F9), which does
+    not fit there before the fraction's slice has ended. An empty device is kept for no task.
     """
     held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.holds}
     waiting = [task for task in world.tasks.values() if task.state == State.waiting]
     for task in waiting:
-        if task.kind in world.board.memory.kept:
-            continue
+        is_kept = task.kind in world.board.memory.kept
         gangs = any(other.kind == task.kind and other.width > 1 for other in waiting)
         if gangs or shut_by(world.board, task) is not None:
             continue
@@ -747,7 +746,8 @@ def _idle(world: World) -> Iterable[str]:
         for device in world.devices.values():
             large = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
             could = large and choice.suits(device.traits) and device.takes_work
-            is_free = device.id not in held or _has_part(world, device, task)
+            has_part = not is_kept and _has_part(world, device, task)
+            is_free = device.id not in held or has_part
             if could and is_free and pin in (None, device.id):
                 yield f"{device.id} is free and {task.id} waits"
 

@@ -56,9 +56,9 @@ def next_gang(board: Board, kind: str) -> BoardTask | None:
 
 
 def is_wide(board: Board, here: Lane) -> bool:
-    """True if the lane is of gangs that need a third of the devices that suit them, or more.
+    """True if the lane is of gangs that need `Policy.waits_from` of the devices that suit them.
 
-    The bound is rounded down, so that 2 of 8 devices are enough.
+    The bound is rounded down: with 0.3, 2 of 8 devices are enough.
     """
     if here.width == 1 or (pool := board.pools.get(here.kind)) is None:
         return False
