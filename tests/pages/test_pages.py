@@ -633,16 +633,15 @@ class TestEverywhere:
             assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
 
     @pytest.mark.parametrize("visit", [PHONE], indirect=True)
-    def test_long_names_on_a_phone_leave_room_for_bars_and_widen_no_list(self, visit, service):
+    def test_long_names_on_a_phone_leave_room_for_bars_and_widen_no_page(self, visit, service):
         long = "a_long_name_of_a_run_with_everything_in_it_lr_0.0003_seed_1234567"
         with service.change() as session:
             task = session.get_one(Task, service.tracked.id)
             name, task.name = task.name, long
         visit.sign_in("a")
-        for path in ("/ui/", "/ui/queue"):
+        for path in ("/ui/", "/ui/queue", f"/ui/requests/{service.tracked.request_id}"):
             visit.go(path)
             assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
-        visit.go(f"/ui/requests/{service.tracked.request_id}")
         widths = "bars => bars.map(bar => bar.getBoundingClientRect().width)"
         assert min(visit.page.locator(".stays svg").evaluate_all(widths)) > 200
         with service.change() as session:
