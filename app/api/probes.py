@@ -144,8 +144,8 @@ def _database_checks() -> dict[str, Check]:
 
 
 def _takes_rows(session: Session) -> Check:
-    """Write a row that nobody sees, as it is deleted before the commit: a database that answers may
-    be read-only, or full.
+    """Write a row and delete it in the same transaction: a database that answers may be read-only,
+    or full.
     """
     row = {"row": uuid.uuid4().hex}
     session.execute(text("insert into alembic_version (version_num) values (:row)"), row)

@@ -25,11 +25,8 @@ YEARS = (1970, 9998)
 def _aware(at: datetime | None) -> datetime | None:
     """Take a time without a zone as UTC."""
     if at is not None and not YEARS[0] <= at.year <= YEARS[1]:
-        raise ValueError(_OUTSIDE.format(at.year))
+        raise ValueError(f"expected a year from {YEARS[0]} to {YEARS[1]}; got {at.year}")
     return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
-
-
-_OUTSIDE = f"expected a year from {YEARS[0]} to {YEARS[1]}; got {{}}"
 
 
 Time = Annotated[

@@ -38,7 +38,7 @@ TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.2  # first pause between attempts, doubled after each attempt
 LONGEST_PAUSE_S = 5.0
 FOLLOW_PATIENCE_S = 600.0  # for commands that follow something: a restart takes half a minute
-TOLD_AFTER_S = 2.0  # an outage that is shorter is told to nobody
+TOLD_AFTER_S = 2.0  # a shorter outage is not told
 # in seconds: the service sends a comment into a stream every 15 s, so a longer silence is an error
 SILENCE_S = 45.0
 PART_BYTES = 8 * 2**20  # bytes of an upload in one call

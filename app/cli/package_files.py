@@ -26,10 +26,17 @@ USUAL = (
 
 def find_usual(folder: Path) -> str:
     """Return the file of the folder that names packages; "" if none does."""
-    for name in USUAL:
-        if (folder / name).is_file() and (name != "pyproject.toml" or _dependencies(folder / name)):
-            return name
-    return ""
+    return next((name for name in USUAL if _names_packages(folder / name)), "")
+
+
+def _names_packages(path: Path) -> bool:
+    """True if the file is there; a pyproject.toml, which has other uses, must list dependencies."""
+    if path.name != "pyproject.toml":
+        return path.is_file()
+    try:
+        return path.is_file() and bool(_dependencies(path))
+    except UnreadablePath:
+        return False  # no packages were asked for, so the code is sent as it is
 
 
 def environment_of(folder: Path | None, path: str, python: str) -> tuple[JSON, dict[str, bytes]]:

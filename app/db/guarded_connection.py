@@ -59,7 +59,7 @@ _STATES = {
 
 
 class GuardedConnection(psycopg.Connection[Any]):
-    """A connection whose waits end when Postgres answers nobody."""
+    """A connection whose waits end when Postgres answers no other connection either."""
 
     _looked = threading.Lock()
     _answered_s = -LOOK_GAP_S  # by the monotonic clock, for all connections

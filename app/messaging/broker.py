@@ -33,7 +33,7 @@ from redis.retry import Retry
 log = logging.getLogger(__name__)
 
 CONTROL_QUEUE = "control"
-PROBE_QUEUE = "control.probe_queue"  # nobody reads it
+PROBE_QUEUE = "control.probe_queue"  # of `refusal`; no process reads it
 
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
 CONTROL_PROBE = "control.probe"  # a check of whether control takes messages
@@ -114,7 +114,7 @@ def refusal(redis_url: str, tls: Mapping[str, Any], *, timeout_s: float = 2.0) -
     except (RedisError, OSError) as error:
         code = getattr(error, "status_code", None) or ""
         if code or isinstance(error, ResponseError):
-            return f"refuses messages: {code} {error}".replace(":  ", ": ")
+            return f"refuses messages: {f'{code} {error}'.strip()}"
         return f"no answer: {type(error).__name__}"
     return ""
 

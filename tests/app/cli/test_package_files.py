@@ -21,6 +21,7 @@ CONDA = "dependencies:\n  - python=3.12.4\n  - pip\n  - pip:\n    - einops\n    
         ({"requirements/base.txt": "a"}, "requirements/base.txt"),
         ({"pyproject.toml": PROJECT}, "pyproject.toml"),
         ({"pyproject.toml": "[tool.ruff]\n"}, ""),
+        ({"pyproject.toml": "[project\n", "environment.yml": CONDA}, "environment.yml"),
         ({"environment.yml": CONDA}, "environment.yml"),
         ({"train.py": ""}, ""),
     ],

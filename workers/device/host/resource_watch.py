@@ -95,9 +95,9 @@ class ResourceWatch:
         if not self._is_part(resident):
             return ""
         part_bytes = resident.cap_bytes(self.house.memory_bytes)
-        if held_bytes <= part_bytes + CODE_BYTES:
-            return ""
-        if held_bytes <= part_bytes + CODE_BYTES * _spared(resident.pid):
+        # the processes are counted only if those of a task with one process would be too large
+        spared = 1 if held_bytes <= part_bytes + CODE_BYTES else _spared(resident.pid)
+        if held_bytes <= part_bytes + CODE_BYTES * spared:
             return ""
         held, part = units.size(held_bytes), units.size(part_bytes)
         return f"It held {held}, more memory than its part of the device ({part} and its code)."

@@ -4,8 +4,8 @@ A process of its own (`workers.device.environment_builder`) builds an environmen
 devices of the host. It builds in a draft folder, which is renamed when it is complete. From then on
 nothing changes the environment. Residents see it read-only.
 
-A builder has control groups of its own, a limit of disk, and ends when nobody wants its environment
-any more.
+A builder has control groups of its own and a limit of disk. It ends when no task needs its
+environment any more.
 
 Each environment has a lock file (`workers.transfer.installs.kept_trees`). If there is more on disk
 than the limit, the environments that were used longest ago are removed.
@@ -58,7 +58,7 @@ class NotBuilt(Exception):
 
 
 class NotWanted(NotBuilt):
-    """Raised when nobody wants the environment any more that is being built."""
+    """Raised when no task needs the environment any more that is being built."""
 
 
 class BuilderKilled(NotBuilt):

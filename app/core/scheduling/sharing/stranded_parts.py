@@ -1,9 +1,9 @@
 """Charges fractions for the part of their device that they make unusable (rule F1).
 
 A fraction pays for its part, as others can use the rest. While a task of another user waits that
-would suit the device and does not fit into the rest, nobody has the rest: then the fractions on the
-device pay for all of it. Each pays in proportion to its part. A round looks at this after it has
-launched what fits.
+would suit the device and does not fit into the rest, the rest serves no task: then the fractions on
+the device pay for all of it. Each pays in proportion to its part. A round looks at this after it
+has launched what fits.
 """
 
 from __future__ import annotations
