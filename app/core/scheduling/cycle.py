@@ -531,8 +531,12 @@ def _goes_on_waiting(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
     if task is None or preemption.shut_by(board, task) is not None:
         gang_waits.end(board, kind)
         return None
-    if _launch_free(draft, task, "F7") or _make_room(draft, task, "F7"):
+    # Its turn has come, but no more: holders that are not better served keep their devices.
+    if _launch_free(draft, task, "F7") or _make_room(draft, task, "F5/F6/F8"):
         gang_waits.end(board, kind, started=task)
+        return None
+    if gang_waits.is_passed_over(board, task):
+        gang_waits.end(board, kind)
         return None
     return _KeptForGang(task.id, board.lane(task), board.waits[kind].at_s, 0)
 

@@ -12,6 +12,9 @@ began. So patience follows from the stays of the tasks, and is no setting: with 
 of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 8 of 8 devices
 beside tasks of 30 s. Stays that end together cost nothing, and need no patience.
 
+A gang waits while it goes before all tasks that wait for the kind. Otherwise a tenant with several
+gangs would wait with one of them while the others run, and keep everyone else from their turns.
+
 Only wide gangs wait: those that need 30 % of the devices that suit them, or more
 (`Policy.waits_from`). No stay gives way to another task of its kind while a gang waits. On hundreds
 of devices that would cost the others more than it gives to many small gangs, and these often find
@@ -49,10 +52,21 @@ def waiting_gang(board: Board, kind: str) -> BoardTask | None:
 
 
 def next_gang(board: Board, kind: str) -> BoardTask | None:
-    """Return the wide gang that goes before all other wide gangs which wait for the kind."""
-    lanes = [lane for lane in board.tree.lanes if lane.kind == kind and is_wide(board, lane)]
-    found = board.tree.first(lanes)
-    return None if found is None else found[2]
+    """Return the wide gang whose turn has come: it goes before all tasks which wait for the kind.
+
+    A gang that began to wait before its turn would keep the others from theirs.
+    """
+    found = board.tree.first([lane for lane in board.tree.lanes if lane.kind == kind])
+    return found[2] if found is not None and is_wide(board, found[1]) else None
+
+
+def is_passed_over(board: Board, task: BoardTask) -> bool:
+    """True if another task goes before the waiting gang by now, and no device stands free for it.
+
+    To wait on would keep the other task from its turn; to stop costs nothing.
+    """
+    first = next_gang(board, task.kind)
+    return not _free(board, task) and (first is None or first.id != task.id)
 
 
 def is_wide(board: Board, here: Lane) -> bool:
