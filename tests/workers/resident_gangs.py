@@ -279,9 +279,10 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def next_said(wire: Wire) -> JSON:
+    """Return what a process says next, after the word that its own code begins."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         wire.wait(1.0)
-        if messages := wire.receive():
+        if messages := [said for said in wire.receive() if said["is"] != "entered"]:
             return messages[0]
     raise TimeoutError("nothing was said")
