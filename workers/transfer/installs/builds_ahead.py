@@ -208,7 +208,12 @@ class BuildsAhead:
             log.warning("cannot read the lock of the environment %s yet: %s", lock[:12], error)
             self._put_off(lock, "the host cannot read its lock yet")
         else:
-            self._happened()
+            # Another thread may have filled the disk meanwhile, with what is wanted earlier.
+            if self.kept.has_room(before):
+                self._happened()
+            else:
+                self.kept.make_room(before)
+                self._put_off(lock, FULL)
 
     def _fail(self, lock: str, told: str, took_s: float) -> None:
         try:

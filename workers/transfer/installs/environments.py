@@ -135,7 +135,7 @@ class Environments(KeptTrees):
 
         def make() -> None:
             self._build(sha256, store, ahead)
-            self._make_room({sha256, *(ahead.before if ahead is not None else ())})
+            self.make_room({sha256, *(ahead.before if ahead is not None else ())})
 
         until_s = time.monotonic() + 2 * self.build_s + _SLACK_S
         if (held := self.shared(sha256, make, until_s)) is None:
@@ -320,7 +320,7 @@ class Environments(KeptTrees):
 
     # --- room ---
 
-    def _make_room(self, kept: Collection[str]) -> None:
+    def make_room(self, kept: Collection[str]) -> None:
         """Remove what exceeds the limit: the environments that were used longest ago."""
         over = sum(size for size, _ in self._all().values()) - self.limit_bytes
         self.remove_left_drafts(max(_LEFT_S, 2 * self.build_s))

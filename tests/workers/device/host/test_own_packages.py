@@ -187,7 +187,7 @@ def test_environment_in_use_outlives_the_limit(packaged: PackagedRig) -> None:
 def _again(kept: Any, packaged: PackagedRig) -> bool:
     """The supervisor lets go of it in another thread: build once more, which makes room."""
     add_wheel(packaged.wheels, "more")
-    kept._make_room(())
+    kept.make_room(())
     return False
 
 
