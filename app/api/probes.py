@@ -39,7 +39,7 @@ from app.storage.store import Store
 REDIS_TIMEOUT_S = 2.0
 HEARD_S = 1.5  # time for control to take a message
 HEARD_LOOK_S = 0.05
-STORE_AGAIN_S = 5.0  # a result of the store holds so long: anybody may ask, and it writes
+HOLDS_S = 2.0  # an answer holds so long: anybody may ask, and the checks write
 PROBE_BYTES = 2**16
 # how long a device's refusal is reported; the device tries again sooner
 REFUSAL_TOLD = timedelta(minutes=5)
@@ -88,14 +88,41 @@ async def get_readyz() -> JSONResponse:
     """Checks that Postgres, Redis and the store take writes, the schema, the key of secrets,
     control, a leader for each island, a device that is up, and the rate of failed calls.
 
-    Work is accepted even while the scheduler, Redis or the devices are down: it waits.
+    Work is accepted even while the scheduler, Redis or the devices are down: it waits.  An answer
+    holds for two seconds.
     """
+    answer = await asyncio.shield(_shared_checks())
+    return JSONResponse(answer.model_dump(), 200 if answer.ready else 503)
+
+
+def _shared_checks() -> asyncio.Task[Readiness]:
+    """Return the checks that run, or have just ended; begin them if there are none.
+
+    So all callers together cost what one costs.
+    """
+    now_s = time.monotonic()
+    last = _last_checks.get(None)
+    if last is not None and (not last.checks.done() or now_s < last.began_s + HOLDS_S):
+        return last.checks
+    checks = asyncio.create_task(_checks())
+    _last_checks.set(_Checks(checks, now_s))
+    return checks
+
+
+async def _checks() -> Readiness:
     rows, messages = await asyncio.gather(_rows_and_objects(), _in_time("redis", _redis_checks))
     checks = {**rows, **messages}
     checks["answers"] = Check(ok=not (told := failures.told()), detail=told or "few calls fail")
-    ready = all(check.ok for check in checks.values())
-    answer = Readiness(ready=ready, checks=checks)
-    return JSONResponse(answer.model_dump(), 200 if ready else 503)
+    return Readiness(ready=all(check.ok for check in checks.values()), checks=checks)
+
+
+@dataclass
+class _Checks:
+    checks: asyncio.Task[Readiness]
+    began_s: float
+
+
+_last_checks: RunVar[_Checks | None] = RunVar("last checks")
 
 
 async def _rows_and_objects() -> dict[str, Check]:
@@ -241,26 +268,11 @@ def _hears() -> bool:
     return True
 
 
-@dataclass
-class _StoreResult:
-    check: Check
-    at_s: float
-
-
-_last_of_store: list[_StoreResult] = []
 _known_bundle: list[str] = []  # the newest one of the database, or none
 
 
 def _store() -> Check:
     """Put a small object into the store and delete it, and look for a bundle that is known."""
-    if _last_of_store and time.monotonic() < _last_of_store[0].at_s + STORE_AGAIN_S:
-        return _last_of_store[0].check
-    check = _asked_store()
-    _last_of_store[:] = [_StoreResult(check, time.monotonic())]
-    return check
-
-
-def _asked_store() -> Check:
     address = settings().store_address
     try:
         store = Store.at(address)

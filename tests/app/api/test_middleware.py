@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import threading
 from datetime import timedelta
 
+import httpx2
 import pytest
 import redis
 from fastapi import APIRouter
@@ -146,7 +148,6 @@ class TestMeta:
 
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):
-        monkeypatch.setattr(probes, "_last_of_store", [])
         monkeypatch.setattr(probes, "failures", Failures())
 
     def test_readyz_answers_200_when_everything_is_up(self, as_, session, control):
@@ -162,6 +163,29 @@ class TestMeta:
             "postgres", "schema", "islands", "devices", "sandbox", "secrets", "redis", "control",
             "store", "answers",
         }  # fmt: skip
+
+    def test_all_callers_together_cost_what_one_costs(self, app, world, monkeypatch):
+        """Anybody may ask, and the checks write."""
+        took = []
+        real = probes._takes_rows
+        monkeypatch.setattr(
+            probes, "_takes_rows", lambda session: [took.append(1), real(session)][1]
+        )
+        monkeypatch.setattr(probes, "HEARD_S", 0.1)
+
+        async def ask():
+            transport = httpx2.ASGITransport(app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+                first = await asyncio.gather(*(client.get("/readyz") for _ in range(20)))
+                first.append(await client.get("/readyz"))
+                monkeypatch.setattr(probes, "HOLDS_S", 0.0)
+                later = await client.get("/readyz")
+            return first, later
+
+        first, later = asyncio.run(ask())
+        assert {one.text for one in first} == {first[0].text}
+        assert first[0].status_code == later.status_code == 503
+        assert len(took) == 2
 
     def _check(self, as_, name):
         return as_("").get("/readyz").json()["checks"][name]
