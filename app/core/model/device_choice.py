@@ -139,6 +139,13 @@ class DeviceChoice:
         return replace(self, needs=tuple(n for n in self.needs if not n.startswith(PACKAGES)))
 
     @property
+    def named(self) -> DeviceChoice:
+        """Return what the descriptor names, without the needs that follow from what a task
+        brings.
+        """
+        return replace(self, needs=())
+
+    @property
     def told(self) -> str:
         """Return the choice in words to be put behind `device`; "" if any device will do."""
         parts = [

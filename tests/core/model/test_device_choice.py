@@ -100,6 +100,7 @@ def test_unmet_names_each_field_that_the_device_does_not_meet() -> None:
         " that offers egress and mount:corpus"
         " that gives a task 1.5 processors and 4.0 GiB of host memory"
     )
+    assert choice.named.told == choice.told.replace(" that offers egress and mount:corpus", "")
 
 
 def test_facts_without_traits_are_those_of_an_older_worker() -> None:
