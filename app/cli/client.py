@@ -286,6 +286,15 @@ class Client:
         except httpx2.TransportError as error:
             raise Unreachable(self.url, error) from error
 
+    def size_of(self, path: str) -> int:
+        """Return the size in bytes of the content of `path`."""
+        said = self._call("GET", path, headers={"Range": "bytes=0-0"}).headers
+        return int(said["Content-Range"].rpartition("/")[2])
+
+    def read_part(self, path: str, start: int, end: int) -> bytes:
+        """Return the bytes of the content of `path` from `start` to `end`."""
+        return self._call("GET", path, headers={"Range": f"bytes={start}-{end - 1}"}).content
+
     def ready(self) -> JSON:
         """Return what /readyz says, even if some checks fail; raises Unreachable."""
         return _body(self._call("GET", "/readyz", expect=(503,)))

@@ -226,6 +226,13 @@ OUTPUTS = [
 ]
 
 
+KEPT_FILES = [
+    Column("TASK", lambda f: f["task"]),
+    Column("FILE", lambda f: f["file"], whole=True),
+    Column("SIZE", lambda f: size(f["size_bytes"]), right=True),
+]
+
+
 def outputs(tasks: Iterable[JSON]) -> list[JSON]:
     """List outputs, each with the name of the `file` as which it is downloaded; None if it has no
     format.
@@ -253,11 +260,16 @@ def no_outputs(value: JSON) -> Text:
     )
 
 
-def _file_name(name: str, format: str | None) -> str | None:
+def artifacts_name() -> str:
+    """Return the name of the output that holds the kept files of a command."""
     # imported here because it is slow and seldom needed
     from app.core.model.protocol.messages import ARTIFACTS
 
-    if name.endswith(f"-{ARTIFACTS}"):
+    return ARTIFACTS
+
+
+def _file_name(name: str, format: str | None) -> str | None:
+    if name.endswith(f"-{artifacts_name()}"):
         return name
     return f"{name}.{format}" if format else None
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
+from zipfile import ZipFile, ZipInfo
 
 import typer
 
-from app.cli import names, root_command, wording
+from app.cli import kept_files, names, root_command, wording
 from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.folders import get_folder, put_folder
@@ -20,16 +21,32 @@ from app.cli.tables import Output, err, show, table
 def outputs(
     ctx: typer.Context,
     id: Which,
+    files_of_it: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE...",
+            help="kept files or folders of a command, such as out/model.pt or 'out/*.csv'",
+        ),
+    ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", help="download outputs that are files into this folder")
     ] = None,
+    lists: Annotated[
+        bool, typer.Option("--files", help="list the kept files of a command one by one")
+    ] = False,
     output: Format = Output.table,
 ) -> None:
-    """List outputs of a request or task, and the kept files of a command."""
+    """List outputs of a request or task, and the kept files of a command.
+
+    With FILE or --files, the kept files are listed one by one, and --to downloads only these.
+    """
     with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
         given = wording.outputs(found["tasks"] if kind == "requests" else [found])
+        if files_of_it or lists:
+            _show_kept_files(client, given, files_of_it or ["*"], to, output)
+            return
         files = [each for each in given if each["file"]]
         if to is not None and files:
             _download(client, files, to)
@@ -40,6 +57,40 @@ def outputs(
     if to is not None and not files:
         err().print(f"No output is a file: nothing was downloaded, and {to} was not created.")
         raise typer.Exit(NOT_FOUND)
+
+
+def _show_kept_files(
+    client: Client, given: list[JSON], patterns: list[str], to: Path | None, output: Output
+) -> None:
+    """List kept files that match, and download them if `to` is given; each task of several has a
+    folder of its own there.
+    """
+    zips = [each for each in given if each["name"] == wording.artifacts_name()]
+    listed: list[JSON] = []
+    for each in zips:
+        folder = to / each["task"] if to is not None and len(zips) > 1 else to
+        path = f"/v1/tasks/{each['task_id']}/outputs/{each['name']}"
+        with kept_files.opened_zip(client, path) as zip:
+            for info in kept_files.files_in(zip):
+                if not kept_files.is_wanted(info.filename, patterns):
+                    continue
+                listed.append(
+                    {"task": each["task"], "file": info.filename, "size_bytes": info.file_size}
+                )
+                if folder is not None:
+                    _extract(zip, info, folder)
+    if listed:
+        show(listed, output, lambda: table(listed, wording.KEPT_FILES))
+        return
+    err().print(f"No kept file matches {' '.join(patterns)}." if zips else "No files were kept.")
+    raise typer.Exit(NOT_FOUND)
+
+
+def _extract(zip: ZipFile, info: ZipInfo, folder: Path) -> None:
+    try:
+        zip.extract(info, folder)
+    except OSError as error:
+        raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _download(client: Client, given: list[JSON], folder: Path) -> None:

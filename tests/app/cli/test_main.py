@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx2
 import numpy
@@ -1438,6 +1439,40 @@ class TestOutputs:
         assert hashlib.sha256(Path("got/train-model.npy").read_bytes()).hexdigest() == sha256
         Path("taken").touch()
         assert run("outputs", submitted, "--to", "taken").exit_code == 2
+
+    def test_kept_files_are_listed_and_downloaded_one_by_one(self, run, service, submitted):
+        packed, large = io.BytesIO(), os.urandom(3_000_000)
+        with zipfile.ZipFile(packed, "w") as zip:
+            zip.writestr("out/large.bin", large)
+            zip.writestr("out/answer.txt", b"42")
+            zip.writestr("../evil.txt", b"no")
+            zip.writestr("history.csv", b"step,loss", zipfile.ZIP_DEFLATED)
+        sha256, size = Store.at(service.home / "store").put([packed.getvalue()])
+        given = {"artifacts.zip": {"sha256": sha256, "size_bytes": size}}
+        service.ends(submitted, "failed", outputs=json.dumps(given))
+        listed = json.loads(run("outputs", submitted, "--files", "-o", "json").stdout)
+        assert [(each["file"], each["size_bytes"]) for each in listed] == [
+            ("out/large.bin", len(large)),
+            ("out/answer.txt", 2),
+            ("../evil.txt", 2),
+            ("history.csv", 9),
+        ]
+        with mock.patch.object(Client, "read_part", autospec=True, side_effect=Client.read_part):
+            told = run("outputs", submitted, "out/answer.txt", "*.csv", "--to", "got")
+            asked = sum(each.args[3] - each.args[2] for each in Client.read_part.mock_calls)
+        assert told.exit_code == 0, told.output
+        assert {str(each) for each in Path("got").rglob("*") if each.is_file()} == {
+            *("got/out/answer.txt", "got/history.csv")
+        }
+        assert Path("got/history.csv").read_bytes() == b"step,loss"
+        assert asked < size, "the whole zip was transferred"
+        assert run("outputs", submitted, "out", "--to", "all").exit_code == 0
+        assert Path("all/out/large.bin").read_bytes() == large
+        assert run("outputs", submitted, "../evil.txt", "--to", "in").exit_code == 0
+        assert Path("in/evil.txt").exists()
+        assert not Path("evil.txt").exists()
+        nothing = run("outputs", submitted, "nothing.txt")
+        assert (nothing.exit_code, nothing.stdout) == (5, "")
 
 
 class TestDatablocks:
