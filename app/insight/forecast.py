@@ -323,6 +323,7 @@ def _held(board: Board, task: BoardTask, rows: Sequence[AnyRow]) -> Iterator[Hel
             width=len(stay.devices),
             elapsed_s=worked_s,
             turn_s=max(0.0, board.now_s - since_s),
+            slice_s=stay.turn_us / 1e6,
             max_duration_s=_most_s(row, holder.held_us - holder.prepared_us, worked_s, speed),
             speed=speed,
         )

@@ -233,7 +233,7 @@ def _at(values: tuple[float, ...], depth: int) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """Describes a task that holds `width` devices. `elapsed_s` is its time in all turns, `turn_s`
-    that in this turn.
+    that in this turn, which lasts for `slice_s` or the scene's `slice_s`, whichever is longer.
 
     An elastic task that holds more devices than it needs works faster: in one second it does the
     work of `speed` seconds on the devices that it needs. `elapsed_s` and `max_duration_s` count the
@@ -245,6 +245,7 @@ class Held:
     width: int
     elapsed_s: float
     turn_s: float = 0.0
+    slice_s: float = 0.0
     max_duration_s: float | None = None
     speed: float = 1.0
 
@@ -588,11 +589,12 @@ class _SimulatedRun:
         if held.max_duration_s is not None:
             runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))
         left_s = (runtime_s - held.elapsed_s) / held.speed
-        self._sit(_Stay(held.tenant, held.width, -held.turn_s, left_s))
+        slice_s = max(self.slice_s, held.slice_s)
+        self._sit(_Stay(held.tenant, held.width, -held.turn_s, left_s), slice_s)
 
-    def _sit(self, stay: _Stay) -> None:
+    def _sit(self, stay: _Stay, slice_s: float) -> None:
         heappush(self.events, (stay.ends_s, next(self.number), stay))
-        for lasts_s in {self.slice_s, max(self.slice_s, self.cast.scene.fresh_s)}:
+        for lasts_s in {slice_s, max(slice_s, self.cast.scene.fresh_s)}:
             at_s = max(self.now_s, stay.began_s + lasts_s)
             if at_s < stay.ends_s:
                 heappush(self.events, (at_s, next(self.number), stay))
@@ -744,7 +746,7 @@ class _SimulatedRun:
         if self.starts % GROWN_AFTER == 0:
             self.slice_s *= 2
         began_s = self.now_s + self.cast.scene.start_s
-        self._sit(_Stay(side.name, task.width, began_s, began_s + left_s))
+        self._sit(_Stay(side.name, task.width, began_s, began_s + left_s), self.slice_s)
         side.score_s += min(left_s, self.slice_s) * task.width / side.weight * self._grown()
         return False
 

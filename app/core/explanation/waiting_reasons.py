@@ -180,7 +180,7 @@ class Blockers:
     user: Standing | None = None
     own: int = 0  # number of devices held by the same user's tasks of the same or a higher priority
     own_soon: int = 0  # own tasks on devices that give way after their minute (F8)
-    minute_s: float = 0.0  # length of that minute in s; a slice may be longer
+    minute_s: float = 0.0  # length of that minute in s, or of the holder's slice if it is longer
     guaranteed: int = 0  # number of better served holders that hold no more than their guarantee
     protected: int = 0  # number of better served holders that must not be paused now
     shed: bool = False  # True: the promise of the task's own tier cannot be kept

@@ -193,12 +193,14 @@ def _holders(board: Board, task: BoardTask, busy: list[BoardStay]) -> dict[str, 
     staying = [stay for stay, why in seen if why.served]
     theirs = [stay for stay in staying if stay.task.tenant != task.tenant]
     others = [stay for stay in staying if stay.task.tenant == task.tenant and stay.leaf is not leaf]
+    soon = [stay for stay, why in seen if why.soon]
+    first_us = min((stay.turn_us for stay in soon), default=0)
     return {
         "tenant": _standing(board, task, theirs),
         "user": _standing(board, task, others),
         "own": sum(stay.leaf is leaf for stay in staying),
-        "own_soon": sum(why.soon for _, why in seen),
-        "minute_s": fresh_us(board.policy, task) / 1e6,
+        "own_soon": len(soon),
+        "minute_s": max(fresh_us(board.policy, task), first_us) / 1e6,
         "guaranteed": sum(why.guaranteed for _, why in seen),
         "protected": sum(why.protected for _, why in seen),
     }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -245,6 +246,8 @@ def test_running_task_releases_its_device_at_the_end_of_its_turn():
         slice_s=60,
     )
     assert wait_s(scene) == 40
+    dear = replace(scene, held=[replace(scene.held[0], slice_s=300)])
+    assert wait_s(dear) == 280, "its switches are dear, so its own turn is longer"
 
 
 def test_running_task_keeps_its_device_until_it_is_better_served_by_a_turn():

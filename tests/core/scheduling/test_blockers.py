@@ -239,3 +239,13 @@ def test_device_is_wanted_by_a_task_that_may_hold_no_second_one(
     drawn.devices["d1"] = replace(drawn.devices["d1"], kind="gpu")
     drawn.tenants["a"] = replace(drawn.tenants["a"], limit=limit)
     assert blockers.is_wanted(board(drawn), "d0") is is_wanted
+
+
+@pytest.mark.parametrize(("switch_s", "told_s"), [(0.1, 60), (5, 250)])
+def test_own_task_gives_way_after_its_slice_if_that_is_longer_than_a_minute(
+    switch_s: float, told_s: int
+) -> None:
+    dear = {"a": {"switch_us": int(switch_s * 1e6)}}
+    drawn = island("a", queue="a", tasks=dear)
+    seen = blockers.find_blockers(board(drawn), drawn.tasks["a.2"])
+    assert (seen.own_soon, seen.minute_s) == (1, told_s)
