@@ -726,6 +726,9 @@ _MORE = (
     TaskRow.guest_held_us,
     TaskRow.unheard_us,
     TaskRow.descriptor["max_duration_s"].label("max_duration_s"),
+    TaskRow.step,
+    TaskRow.descriptor["params"]["steps"].label("steps"),
+    TaskRow.descriptor["from_checkpoint"].label("from_checkpoint"),
 )
 
 

@@ -56,6 +56,7 @@ TOLD = 2000  # most answers remembered until their tasks have started
 EVENTS = 600  # most tasks considered in the simulations for one answer; this takes about 2 ms
 _GANG = ""  # stands for the tenant of a gang that goes first
 PLAYED = 100  # largest number of tasks ahead that are simulated
+MOST_STEPS = 2**63 - 1  # the column of steps holds no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,11 +323,30 @@ def _held(board: Board, task: BoardTask, rows: Sequence[AnyRow]) -> Iterator[Hel
             who=_history_keys(row),
             width=len(stay.devices),
             elapsed_s=worked_s,
+            left_s=_left_s(row, worked_s),
             turn_s=max(0.0, board.now_s - since_s),
             slice_s=stay.turn_us / 1e6,
             max_duration_s=_most_s(row, holder.held_us - holder.prepared_us, worked_s, speed),
             speed=speed,
         )
+
+
+def _left_s(row: Any, worked_s: float) -> float | None:
+    """Return how long the task still works at its pace so far; None if it does not tell its
+    steps, or has not made all of them itself.
+    """
+    steps = steps_to_make(row.steps, row.step)
+    if steps is None or not row.step or row.from_checkpoint:
+        return None
+    made: int = row.step
+    return worked_s * (steps - made) / made
+
+
+def steps_to_make(told: object, step: int) -> int | None:
+    """Return the number of steps that a task will make, which its parameter `steps` has `told`;
+    None if that is not a number that the task can still reach.
+    """
+    return told if type(told) is int and max(step, 1) <= told <= MOST_STEPS else None
 
 
 def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | None:

@@ -236,14 +236,15 @@ class Held:
     that in this turn, which lasts for `slice_s` or the scene's `slice_s`, whichever is longer.
 
     An elastic task that holds more devices than it needs works faster: in one second it does the
-    work of `speed` seconds on the devices that it needs. `elapsed_s` and `max_duration_s` count the
-    latter seconds.
+    work of `speed` seconds on the devices that it needs. `elapsed_s`, `left_s` and `max_duration_s`
+    count the latter seconds.  `left_s` is how long it still works, if the task tells that itself.
     """
 
     tenant: str
     who: Who
     width: int
     elapsed_s: float
+    left_s: float | None = None
     turn_s: float = 0.0
     slice_s: float = 0.0
     max_duration_s: float | None = None
@@ -586,6 +587,8 @@ class _SimulatedRun:
 
     def _hold(self, held: Held, curve: RuntimeCurve) -> None:
         runtime_s = curve.draw(held.elapsed_s, self.random())
+        if held.left_s is not None:
+            runtime_s = held.elapsed_s + held.left_s
         if held.max_duration_s is not None:
             runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))
         left_s = (runtime_s - held.elapsed_s) / held.speed

@@ -18,6 +18,7 @@ from app.core.model.lifecycle import ON_A_DEVICE
 from app.core.security.sandbox_layers import Sandbox
 from app.db.models import Device, Host, Placement, Task, Tenant
 from app.insight import phases
+from app.insight.forecast import steps_to_make
 from app.insight.reports.health import DeviceHealthView, device_health
 from app.insight.reports.queue import with_names
 from app.insight.reports.shares import select_holders
@@ -70,19 +71,15 @@ def running(session: Session, tenant: str | None) -> list[Running]:
             total_held_us=task.total_held_us + task.held_us,
             pauses=task.pauses,
             lost_steps=task.lost_steps,
-            steps=steps_to_make(task),
+            steps=steps_of(task),
         )
         for task, request, owner, user in rows
     ]
 
 
-MOST_STEPS = 2**63 - 1  # the column of steps holds no more
-
-
-def steps_to_make(task: Task) -> int | None:
+def steps_of(task: Task) -> int | None:
     """Return the number of steps that the task will make, if its parameter `steps` tells it."""
-    steps = task.descriptor.get("params", {}).get("steps")
-    return steps if type(steps) is int and max(task.step, 1) <= steps <= MOST_STEPS else None
+    return steps_to_make(task.descriptor.get("params", {}).get("steps"), task.step)
 
 
 RATE_S = 20.0  # seconds over which steps per second are measured, at least

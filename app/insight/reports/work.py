@@ -24,7 +24,7 @@ from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant,
 from app.insight import explain, phases
 from app.insight.explain import Why
 from app.insight.forecast import Start
-from app.insight.reports.fleet import held_devices, steps_to_make
+from app.insight.reports.fleet import held_devices, steps_of
 from app.insight.reports.network import NetworkUse, network_use
 
 
@@ -242,7 +242,7 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
             runs=_run_in_words(task),
             env=task.descriptor.get("env") or {},
             secrets=tuple(task.descriptor.get("secrets") or ()),
-            steps=steps_to_make(task),
+            steps=steps_of(task),
             is_command="command" in task.descriptor.get("run", {}),
             capabilities=tuple(task.capabilities),
             movement=movement_of(task),

@@ -604,6 +604,31 @@ class TestEstimate:
         }
         assert found[now.id].estimate.p50_s < 2
 
+    @pytest.mark.parametrize(
+        ("steps", "left_s"), [({"steps": 10_000}, 9_000), ({"steps": 1_000}, 0), ({}, None)]
+    )
+    def test_holder_that_tells_its_steps_is_expected_to_make_them(
+        self, session, scenery, steps, left_s
+    ):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.device("d0")
+        for _ in range(30):
+            self.ended(scenery, a, 100)
+        used = scenery.task(b, "running", seat="d0")
+        scenery.charge(used, 10**6 * SECOND)
+        scenery.move(used, "done")
+        session.execute(update(Placement).values(ended_at=func.now()))
+        scenery.task(
+            a, "running", seat="d0", step=1_000, total_held_us=1_000 * SECOND,
+            descriptor={"run": {"job": "train:Train"}, "params": steps},
+        )  # fmt: skip
+        other = scenery.task(b)
+        told = explain.explain(session, [other])[other.id].estimate
+        if left_s is not None:
+            assert told.p50_s == pytest.approx(max(1, left_s), rel=0.01)
+        else:
+            assert 100 < told.p50_s < 5_000
+
     def test_no_start_is_later_than_one_of_a_worse_place(self, session, scenery):
         tenants = [scenery.tenant(name) for name in "abc"]
         scenery.device("d0")

@@ -250,6 +250,15 @@ def test_running_task_releases_its_device_at_the_end_of_its_turn():
     assert wait_s(dear) == 280, "its switches are dear, so its own turn is longer"
 
 
+def test_running_task_that_tells_its_steps_ends_with_them():
+    scene = Scene(
+        free=0,
+        held=[replace(held("b", 1, 100_000, 500), left_s=30)],
+        lines={"a": line(0, queued(1, 9)), "b": line(61)},
+    )
+    assert wait_s(scene) == 30
+
+
 def test_running_task_keeps_its_device_until_it_is_better_served_by_a_turn():
     # b has used 500 s less. From the end of its turn on its usage grows by a second a second.
     lines = {"a": line(500, queued(1, 9)), "b": line(0)}
