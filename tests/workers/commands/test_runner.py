@@ -270,12 +270,17 @@ def test_command_cannot_reach_into_its_stub(rig):
 # --- pause and go on ------------------------------------------------------------------------------
 
 
-GLOO = """
-import os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo"); ones = torch.ones(4) * (dist.get_rank() + 1)
-dist.all_reduce(ones); print("reduced", ones.tolist(), flush=True); dist.destroy_process_group()
+#: In one write: `print` makes several, between which another process may write.
+TELL = """
+import os
+def tell(line): os.write(1, f"{line}\\n".encode())
 """
-SPAWNS = """
+GLOO = f"""{TELL}
+import torch, torch.distributed as dist
+dist.init_process_group("gloo"); ones = torch.ones(4) * (dist.get_rank() + 1)
+dist.all_reduce(ones); tell(f"reduced {{ones.tolist()}}"); dist.destroy_process_group()
+"""
+SPAWNS = f"""{TELL}
 import os, torch, torch.distributed as dist, torch.multiprocessing as mp
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 8
@@ -285,7 +290,7 @@ def train(rank, size):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     for rows in torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=1):
         model(rows).sum().backward()
-    print("trained", size, flush=True); dist.destroy_process_group()
+    tell(f"trained {{size}}"); dist.destroy_process_group()
 if __name__ == "__main__":
     mp.spawn(train, (2,), 2)
     train(0, 1)
