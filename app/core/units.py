@@ -6,7 +6,7 @@ import re
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) *(?:([kmgtp])(i?)b?|b)", re.IGNORECASE)
 _TIMES = re.compile(r"(?:\d{1,15}(?:\.\d{1,9})? *(?:ms|[smhdw]) *)+", re.IGNORECASE)
-_TIME = re.compile(r"(\d+(?:\.\d+)?) *(ms|[smhdw])", re.IGNORECASE)
+_TIME = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) *(ms|[smhdw])", re.IGNORECASE)
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
