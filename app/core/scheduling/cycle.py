@@ -550,7 +550,6 @@ def _begins_to_wait(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
     task = gang_waits.next_gang(board, kind)
     if task is None:
         return None
-    board.memory.in_the_way.add(task.id)
     ends = preemption.turns_end(board, task, urgent=False)
     keeper = _keep(board, task, ends, urgent=False)
     if not board.now_s < keeper.at_s <= board.now_s + board.policy.slice_max_s:

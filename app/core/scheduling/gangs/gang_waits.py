@@ -57,7 +57,12 @@ def next_gang(board: Board, kind: str) -> BoardTask | None:
     A gang that began to wait before its turn would keep the others from theirs.
     """
     found = board.tree.first([lane for lane in board.tree.lanes if lane.kind == kind])
-    return found[2] if found is not None and is_wide(board, found[1]) else None
+    if found is None:
+        return None
+    _, lane, task = found
+    board.memory.in_the_way.add(task.id)  # no gang waits before it
+    board.memory.looked_at(task, *board.tree.led())
+    return task if is_wide(board, lane) else None
 
 
 def is_passed_over(board: Board, task: BoardTask) -> bool:
@@ -65,8 +70,10 @@ def is_passed_over(board: Board, task: BoardTask) -> bool:
 
     To wait on would keep the other task from its turn; to stop costs nothing.
     """
+    if _free(board, task):
+        return False
     first = next_gang(board, task.kind)
-    return not _free(board, task) and (first is None or first.id != task.id)
+    return first is None or first.id != task.id
 
 
 def is_wide(board: Board, here: Lane) -> bool:
