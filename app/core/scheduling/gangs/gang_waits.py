@@ -110,8 +110,15 @@ def looks_again_s(board: Board, at_s: float) -> float:
 
 
 def put_off(board: Board, kind: str) -> float:
-    """Look at the gangs of a kind again a little later; return at what time."""
-    at_s = board.now_s + look_s(board)
+    """Look at the gangs of a kind again a little later; return at what time.
+
+    If no task has begun for long, little changes, so that is an eighth of that time: else most
+    rounds of a quiet island would be such looks. It is a minute at most, since a gang may come.
+    """
+    stays = [stay.task for stay in board.stays.values() if stay.lane.kind == kind]
+    began_s = max((task.started_s or 0.0 for task in stays), default=0.0)
+    quiet_s = (board.now_s - began_s) / LOOKS
+    at_s = board.now_s + min(max(look_s(board), quiet_s), stale_s(board.policy))
     known = board.waits.get(kind, GangWait(kind=kind, again_s=at_s))
     board.waits[kind] = replace(known, again_s=at_s)
     return at_s
