@@ -118,11 +118,13 @@ async def _checks() -> Readiness:
 
 @dataclass
 class _Checks:
+    """Holds a run of all checks, and when it began."""
+
     checks: asyncio.Task[Readiness]
     began_s: float
 
 
-_last_checks: RunVar[_Checks | None] = RunVar("last checks")
+_last_checks: RunVar[_Checks | None] = RunVar("last checks")  # of this process's event loop
 
 
 async def _rows_and_objects() -> dict[str, Check]:

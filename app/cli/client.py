@@ -222,7 +222,7 @@ class Client:
         first = {"Range": "bytes=0-0"}
         said = self._call("GET", path, headers=first).headers
         sha256, address = said["ETag"].strip('"'), said.get("Content-Location", path)
-        size = int(said["Content-Range"].rpartition("/")[2])
+        size = _whole_size(said)
         draft = file.with_name(f".{file.name}.{sha256[:16]}.part")
         self._fill(draft, size, address, retries=self._retries())
         with draft.open("rb") as body:
@@ -288,8 +288,7 @@ class Client:
 
     def size_of(self, path: str) -> int:
         """Return the size in bytes of the content of `path`."""
-        said = self._call("GET", path, headers={"Range": "bytes=0-0"}).headers
-        return int(said["Content-Range"].rpartition("/")[2])
+        return _whole_size(self._call("GET", path, headers={"Range": "bytes=0-0"}).headers)
 
     def read_part(self, path: str, start: int, end: int) -> bytes:
         """Return the bytes of the content of `path` from `start` to `end`."""
@@ -400,6 +399,11 @@ class Client:
 
     def _retries(self) -> _Retries:
         return _Retries(self.patience_s, self._sleep, self._told)
+
+
+def _whole_size(headers: httpx2.Headers) -> int:
+    """Return the size in bytes of the content of which an answer has a range."""
+    return int(headers["Content-Range"].rpartition("/")[2])
 
 
 def _opened(url: str, **how: Any) -> httpx2.Client:

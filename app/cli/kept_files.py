@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 from app.cli.client import Client, DamagedDownload
 
@@ -17,7 +18,7 @@ READ_BYTES = 1 << 20  # what one call asks for
 
 
 class RangedFile(io.RawIOBase):
-    """Offers the content of a path of the service as a file that can be read at any place."""
+    """Reads the content of a path of the service at any place, as if it were an open file."""
 
     def __init__(self, client: Client, path: str) -> None:
         """Ask for the size; raises ApiProblem, Unreachable."""
@@ -38,7 +39,7 @@ class RangedFile(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self.size_bytes)
         if end <= self._at:
             return 0
@@ -59,12 +60,12 @@ def opened_zip(client: Client, path: str) -> Iterator[zipfile.ZipFile]:
         raise DamagedDownload(f"{path}: {error}") from error
 
 
-def files_in(zip: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    return [each for each in zip.infolist() if not each.is_dir()]
+def files_in(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    return [each for each in archive.infolist() if not each.is_dir()]
 
 
 def is_wanted(name: str, patterns: list[str]) -> bool:
-    """True if the file is named, lies in a named folder, or matches a pattern as `out/*.pt`."""
+    """True if the file is named, lies in a named folder, or matches a pattern, e.g. `out/*.pt`."""
     return any(
         fnmatchcase(name, pattern) or name.startswith(f"{pattern.rstrip('/')}/")
         for pattern in patterns

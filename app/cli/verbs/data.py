@@ -21,7 +21,7 @@ from app.cli.tables import Output, err, show, table
 def outputs(
     ctx: typer.Context,
     id: Which,
-    files_of_it: Annotated[
+    wanted: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="FILE...",
@@ -31,7 +31,7 @@ def outputs(
     to: Annotated[
         Path | None, typer.Option("--to", help="download outputs that are files into this folder")
     ] = None,
-    lists: Annotated[
+    list_files: Annotated[
         bool, typer.Option("--files", help="list the kept files of a command one by one")
     ] = False,
     output: Format = Output.table,
@@ -44,8 +44,8 @@ def outputs(
         kind, id = names.resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
         given = wording.outputs(found["tasks"] if kind == "requests" else [found])
-        if files_of_it or lists:
-            _show_kept_files(client, given, files_of_it or ["*"], to, output)
+        if wanted or list_files:
+            _show_kept_files(client, given, wanted or ["*"], to, output)
             return
         files = [each for each in given if each["file"]]
         if to is not None and files:
@@ -62,23 +62,24 @@ def outputs(
 def _show_kept_files(
     client: Client, given: list[JSON], patterns: list[str], to: Path | None, output: Output
 ) -> None:
-    """List kept files that match, and download them if `to` is given; each task of several has a
-    folder of its own there.
+    """List the kept files that match a pattern, and download them into the folder `to`, if given.
+
+    If several tasks have kept files, each has a folder of its own there.
     """
     zips = [each for each in given if each["name"] == wording.artifacts_name()]
     listed: list[JSON] = []
     for each in zips:
         folder = to / each["task"] if to is not None and len(zips) > 1 else to
         path = f"/v1/tasks/{each['task_id']}/outputs/{each['name']}"
-        with kept_files.opened_zip(client, path) as zip:
-            for info in kept_files.files_in(zip):
+        with kept_files.opened_zip(client, path) as archive:
+            for info in kept_files.files_in(archive):
                 if not kept_files.is_wanted(info.filename, patterns):
                     continue
                 listed.append(
                     {"task": each["task"], "file": info.filename, "size_bytes": info.file_size}
                 )
                 if folder is not None:
-                    _extract(zip, info, folder)
+                    _extract(archive, info, folder)
     if listed:
         show(listed, output, lambda: table(listed, wording.KEPT_FILES))
         return
@@ -86,9 +87,9 @@ def _show_kept_files(
     raise typer.Exit(NOT_FOUND)
 
 
-def _extract(zip: ZipFile, info: ZipInfo, folder: Path) -> None:
+def _extract(archive: ZipFile, info: ZipInfo, folder: Path) -> None:
     try:
-        zip.extract(info, folder)
+        archive.extract(info, folder)
     except OSError as error:
         raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 

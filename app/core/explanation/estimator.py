@@ -586,8 +586,9 @@ class _SimulatedRun:
         return self.before + sum(others)
 
     def _hold(self, held: Held, curve: RuntimeCurve) -> None:
-        runtime_s = curve.draw(held.elapsed_s, self.random())
-        if held.left_s is not None:
+        if held.left_s is None:
+            runtime_s = curve.draw(held.elapsed_s, self.random())
+        else:
             runtime_s = held.elapsed_s + held.left_s
         if held.max_duration_s is not None:
             runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))

@@ -246,8 +246,8 @@ def test_running_task_releases_its_device_at_the_end_of_its_turn():
         slice_s=60,
     )
     assert wait_s(scene) == 40
-    dear = replace(scene, held=[replace(scene.held[0], slice_s=300)])
-    assert wait_s(dear) == 280, "its switches are dear, so its own turn is longer"
+    longer = replace(scene, held=[replace(scene.held[0], slice_s=300)])
+    assert wait_s(longer) == 280, "its switches are expensive, so its own turn is longer"
 
 
 def test_running_task_that_tells_its_steps_ends_with_them():

@@ -245,7 +245,6 @@ def test_device_is_wanted_by_a_task_that_may_hold_no_second_one(
 def test_own_task_gives_way_after_its_slice_if_that_is_longer_than_a_minute(
     switch_s: float, told_s: int
 ) -> None:
-    dear = {"a": {"switch_us": int(switch_s * 1e6)}}
-    drawn = island("a", queue="a", tasks=dear)
+    drawn = island("a", queue="a", tasks={"a": {"switch_us": int(switch_s * 1e6)}})
     seen = blockers.find_blockers(board(drawn), drawn.tasks["a.2"])
     assert (seen.own_soon, seen.minute_s) == (1, told_s)

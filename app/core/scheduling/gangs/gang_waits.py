@@ -13,7 +13,7 @@ of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 
 beside tasks of 30 s. Stays that end together cost nothing, and need no patience.
 
 A gang waits while it goes before all tasks that wait for the kind. Otherwise a tenant with several
-gangs would wait with one of them while the others run, and keep everyone else from their turns.
+gangs would wait with one of them while the others run, and other tenants would have no turns.
 
 Only wide gangs wait: those that need 30 % of the devices that suit them, or more
 (`Policy.waits_from`). No stay gives way to another task of its kind while a gang waits. On hundreds
@@ -54,19 +54,20 @@ def waiting_gang(board: Board, kind: str) -> BoardTask | None:
 def next_gang(board: Board, kind: str) -> BoardTask | None:
     """Return the wide gang whose turn has come: it goes before all tasks which wait for the kind.
 
-    A gang that began to wait before its turn would keep the others from theirs.
+    A gang that began to wait before its turn would keep the others from theirs. The task that goes
+    first is remembered for the record of the round, as no gang waits before it.
     """
     found = board.tree.first([lane for lane in board.tree.lanes if lane.kind == kind])
     if found is None:
         return None
     _, lane, task = found
-    board.memory.in_the_way.add(task.id)  # no gang waits before it
+    board.memory.in_the_way.add(task.id)
     board.memory.looked_at(task, *board.tree.led())
     return task if is_wide(board, lane) else None
 
 
 def is_passed_over(board: Board, task: BoardTask) -> bool:
-    """True if another task goes before the waiting gang by now, and no device stands free for it.
+    """True if another task now goes before the waiting gang, and no device stands free for it.
 
     To wait on would keep the other task from its turn; to stop costs nothing.
     """
@@ -112,8 +113,9 @@ def looks_again_s(board: Board, at_s: float) -> float:
 def put_off(board: Board, kind: str) -> float:
     """Look at the gangs of a kind again a little later; return at what time.
 
-    If no task has begun for long, little changes, so that is an eighth of that time: else most
-    rounds of a quiet island would be such looks. It is a minute at most, since a gang may come.
+    The next look is in an eighth of the time since the last task began, because the longer no task
+    begins, the less changes. Otherwise most rounds of a quiet island would be such looks. It is
+    within a minute, because another gang may arrive.
     """
     stays = [stay.task for stay in board.stays.values() if stay.lane.kind == kind]
     began_s = max((task.started_s or 0.0 for task in stays), default=0.0)
