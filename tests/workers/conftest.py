@@ -466,3 +466,25 @@ def accelerators(rigs: Callable[..., DeviceRig], tmp_path: Path) -> Callable[...
 def rig(rigs: Callable[..., DeviceRig]) -> DeviceRig:
     """A device with nothing special about it."""
     return rigs()
+
+
+@pytest.fixture
+def refuse(rig: DeviceRig, monkeypatch: pytest.MonkeyPatch):
+    """A function that lets the store refuse what is written, by an error; None: it takes all."""
+    monkeypatch.setattr("workers.device.stays.resident_messages.STORE_AGAIN_US", 10_000)
+    monkeypatch.setattr("workers.device.stays.storing.SAVE_AGAIN_US", 50_000)
+    place, usual = rig.store.place, {}
+
+    def set_to(error: BaseException | None) -> None:
+        for name in ("keep", "batch"):
+            usual.setdefault(name, getattr(place, name))
+            if error is None:
+                monkeypatch.setattr(place, name, usual[name])
+            else:
+                monkeypatch.setattr(place, name, lambda *_, error=error, **__: _raise(error))
+
+    return set_to
+
+
+def _raise(error: BaseException) -> None:
+    raise error

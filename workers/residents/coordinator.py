@@ -395,6 +395,7 @@ class Conductor:
         if word in ("failed", "finished", "stopped"):
             rank.last = message
             self._look_at_cut()
+            self._look_whether_together("paused")
         elif word == "at_cut":
             rank.said[word] = message
             self._look_at_cut()
@@ -430,6 +431,8 @@ class Conductor:
     def _look_whether_together(self, word: str) -> None:
         if self._have_all(word):
             self.together(word, [rank.said.pop(word) for rank in self.ranks])
+        elif word == "paused" and self._waits_for_store():
+            self._pause_ended()
 
     def together(self, word: str, said: list[JSON]) -> None:
         """Send one report for the gang, made from the reports of all its ranks."""
@@ -451,6 +454,21 @@ class Conductor:
 
     def _have_all(self, word: str) -> bool:
         return all(word in rank.said for rank in self.ranks)
+
+    def _waits_for_store(self) -> bool:
+        """True if all ranks have ended, and those that have not finished wait for the store."""
+        left = [rank for rank in self.ranks if (rank.last or {}).get("is") != "finished"]
+        return bool(left) and all("waits" in rank.said.get("paused", ()) for rank in left)
+
+    def _pause_ended(self) -> None:
+        """Report that the gang has ended and leaves its slots until the store takes its outputs."""
+        for rank in self.ranks:
+            rank.said.pop("paused", None)
+        if self.asked:  # no rank will stand at that cut
+            self.asked = {}
+            turns.end_cut(self.board)
+        self.is_seated = False
+        self.work.say("paused", has_state=True, step=self.step(), waits="store")
 
     def _call_off_image(self) -> None:
         """Discard the parts of an unfinished image.

@@ -59,7 +59,8 @@ def pause(work: Work, **told: str) -> None:
         progress.report_all(work)
     if work.member is not None:  # if the gang changes its hosts, this process ends here
         work.outgoing.hold()  # the conductor waits for outputs that are leaving
-    work.say("paused", has_state=work.job is not None, **told)
+    has_state = work.job is not None or work.ctx.result is not None
+    work.say("paused", has_state=has_state, **told)
     work.images.wait(AFTER_PAUSING_S)
     saved_s = work.saved_s
     wait_for_seat(work)
@@ -166,6 +167,8 @@ def _save_in_s(work: Work) -> float | None:
         return None  # only one storage leaves at a time; a message reports its end
     if work.job is None or work.ending or images.last_step == work.step:
         return None
+    if work.member is not None and work.ctx.result is not None:
+        return None  # other ranks have ended, so no image of the gang can be made
     if "save" in work.wishes:
         return 0.0
     if work.is_back_soon:

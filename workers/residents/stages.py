@@ -178,7 +178,10 @@ def bring_in(work: Work) -> None:
         if preset.impose(index["fingerprint"], work.accelerator):
             work.capabilities = ["pause", "save", "move", "equivalent"]
         restored = _restored(work, index["layout"])
-        work.job = _go_on(work, restored) if work.is_graph else restored
+        if work.is_graph:
+            work.job = _go_on(work, restored)
+        else:
+            work.restore(restored)
         work.step = start.image.step
         work.images.last_step = work.step if start.image.is_kept else None
     except BaseException as error:
@@ -310,15 +313,16 @@ def settle(work: Work) -> None:
 def _store_all(work: Work) -> None:
     """Wait until all outputs are stored.
 
-    While the store refuses one, a job waits without the slot and tries again. A function, a graph
-    and a gang cannot wait, so they fail: the supervisor knows that the store is the cause.
+    While the store refuses one, the task waits without the slot and tries again. A gang of several
+    hosts cannot wait, as its other hosts leave with its slots: it fails, and the supervisor knows
+    that the store is the cause.
     """
     while True:
         while work.images.busy or work.outgoing.busy:
             inbox.listen(work, None)
         if not (unkept := work.outgoing.unkept):
             return
-        if work.member is not None or work.is_graph or work.is_function:
+        if work.member is not None and work.member.rank.turns.arena.is_bridged:
             what = f"output:{unkept[0]}"
             told = f"{unkept[0]!r} could not be stored: {work.outgoing.settled[what]['error']}"
             raise Ending("failed", cause="exit", message=f"The output {told}", detail="")

@@ -99,8 +99,22 @@ class Work:
 
     @property
     def state(self) -> Any:
-        """The content of the task's images: the job itself or, for a graph, its progress."""
-        return self.job.state() if isinstance(self.job, GraphJob) else self.job
+        """The content of the task's images: the job itself or, for a graph, its progress.
+
+        A job that has ended is stored with its result, so that it runs no further step elsewhere.
+        A graph that has ended gives its result again.
+        """
+        if isinstance(self.job, GraphJob):
+            return self.job.state()
+        if self.ctx.result is not None:
+            return {"job": self.job, "result": self.ctx.result}
+        return self.job
+
+    def restore(self, state: Any) -> None:
+        """Continue a job from the content of an image."""
+        self.job = state
+        if type(state) is dict:  # a job is an instance of a tenant's class
+            self.job, self.ctx.result = state["job"], state["result"]
 
     @property
     def ran(self) -> int:

@@ -345,6 +345,15 @@ class TestBatches:
         decide(session, second, "Launch", devices=("h.0",), shares=True)
         assert (second.state, second.epoch) == ("starting", 2)
 
+    def test_function_of_a_batch_that_waits_for_the_store_is_not_given_back(self, session, batch):
+        lead, second, _ = batch
+        held = event(Paused, second, 1, unstored="No space left on device.", wait_us=5_000_000)
+        views = [view(lead, "running"), view(second, "paused")]
+        hear(session, residents=views, events=[started(lead), held])
+        session.refresh(second)
+        assert (second.state, second.image_on) == ("waiting", "h.0")
+        assert second.unstored == "No space left on device."
+
     def test_head_of_a_batch_that_another_function_overtook_waits_again(self, session, batch):
         lead, second, _ = batch
         hear(session, residents=[view(second, "running")], events=[started(second)])

@@ -157,28 +157,6 @@ def test_failed_and_killed_commands_keep_what_they_wrote(rig):
 # --- the store refuses ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def refuse(rig: DeviceRig, monkeypatch: pytest.MonkeyPatch):
-    """A function that lets the store refuse what is written, by an error; None: it takes all."""
-    monkeypatch.setattr("workers.device.stays.resident_messages.STORE_AGAIN_US", 10_000)
-    monkeypatch.setattr("workers.device.stays.storing.SAVE_AGAIN_US", 50_000)
-    place, usual = rig.store.place, {}
-
-    def set_to(error: BaseException | None) -> None:
-        for name in ("keep", "batch"):
-            usual.setdefault(name, getattr(place, name))
-            if error is None:
-                monkeypatch.setattr(place, name, usual[name])
-            else:
-                monkeypatch.setattr(place, name, lambda *_, error=error, **__: _raise(error))
-
-    return set_to
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
 @pytest.mark.parametrize(
     "error", REFUSALS, ids=lambda error: type(error).__name__ + str(error)[:12]
 )
@@ -236,15 +214,6 @@ def test_ended_command_that_moves_does_not_run_again(rig, refuse):
     rig.drop = []
     rig.launch("t1", shell("mkdir out; echo run >> out/a"), epoch=2, images=[image])
     assert unzipped(rig, rig.event(Finished, "t1", 2)) == {"out/a": "run\n"}
-
-
-def test_ended_function_is_called_again_if_the_store_refuses(rig, refuse):
-    rig.launch("t1", "jobs:tokenize", params={"text": "abc"}, outputs=["tokens"])
-    rig.event(Finished, "t1")
-    refuse(REFUSALS[0])
-    rig.launch("t2", "jobs:tokenize", params={"text": "abcd"}, outputs=["tokens"])
-    failed = rig.event(Failed, "t2")  # a function cannot wait: it is called again
-    assert failed.cause == "store"
 
 
 def test_refused_checkpoint_is_told_until_one_is_stored(rig, refuse):

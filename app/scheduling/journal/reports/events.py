@@ -308,7 +308,8 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     task.step = event.step
     if task.state == "stopping":
         return  # it was cancelled meanwhile; the device goes on to end it
-    if is_in_batch and not has_begun and task.spec.run.kind == "function":
+    is_returned = is_in_batch and not has_begun and not event.unstored
+    if is_returned and task.spec.run.kind == "function":
         task_writer.close_stay(session, task, placement, "returned")
         told = "Back in the queue: the functions before it took too long."
         task_writer.tell(session, task, "task.returned", told, device=device)
