@@ -36,7 +36,7 @@ from app.local import embedded_servers
 from app.messaging import outbox
 from app.settings import settings
 from app.storage.sealing import Keyring
-from tests import distribution, thoroughness
+from tests import distribution, stories, thoroughness
 from tests.sim import build
 
 ROOT = Path(__file__).parent.parent
@@ -77,9 +77,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    stories.watch()
     if config.getoption("--fast"):
         thoroughness.be_fast()
         Profile.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    stories.forget()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[pytest.TestReport]:
+    report: pytest.TestReport = yield
+    stories.add_to(report)
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -42,6 +42,7 @@ from sqlalchemy.orm import Session, aliased
 from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import ENDED, State
 from app.core.model.snapshot import BatchSize, BoardTask, GangWait, Plan
+from app.core.model.story import Story
 from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.idle_credit import CarriedLevels, recall
@@ -103,6 +104,7 @@ class Follower:
     waits: dict[str, GangWait] = field(default_factory=dict)  # the waits of gangs on it
     # its sizes of batches of functions
     batches: dict[tuple[str, str], BatchSize] = field(default_factory=dict)
+    story: Story = field(default_factory=Story)  # what was read and decided, on all boards so far
 
     def forget(self) -> None:
         """Discard the board, because what it holds may not have been written."""
@@ -169,7 +171,7 @@ class Follower:
         self._unlock(session, board)
         self._take_in(session, board, self._members())
         recall(board, self.memory)
-        board.waits, board.batches = self.waits, self.batches
+        board.waits, board.batches, board.story = self.waits, self.batches, self.story
         return board
 
     def _unlock(self, session: Session, board: Board) -> None:
@@ -366,6 +368,7 @@ class Follower:
             if task.state == State.blocked:
                 self.blocked.add(task.id)
             beyond = task.state == State.waiting and task.user in board.users
+            self._note(board.tasks.get(task.id), task, board.now_s)
             conditions = task.conditions
             ends = task.stops or task.cancel_asked or conditions.broken or conditions.terms.lets_go
             if beyond and not ends and board.beyond(task):
@@ -376,6 +379,15 @@ class Follower:
                 board.set_user(snapshot_reader.users(session, User.id == task.user)[task.user])
                 board.set_task(task)
         return rows
+
+    def _note(self, known: BoardTask | None, task: BoardTask, now_s: float) -> None:
+        """Note that a row shows a task in another state than its own last decision did.
+
+        When all is read anew, nothing is noted: it would push out what happened.
+        """
+        is_new = known is None or (known.state, known.epoch) != (task.state, task.epoch)
+        if is_new and self.board is not None:
+            self.story.note(round(now_s * 1e6), task.id, ("read", task.state), task.epoch)
 
     def _lengthen(self, session: Session, board: Board) -> None:
         """Read more of the lines that ran out, and of some that are about to."""

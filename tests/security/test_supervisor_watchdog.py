@@ -14,7 +14,7 @@ from workers.device.supervisor_watchdog import Watchdog
 pytestmark = pytest.mark.security
 
 
-def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
+def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(supervisor_watchdog, "LEAST_S", 1.0)
     rig, bitten, held_up = DeviceRig(tmp_path, lease_s=5.0), threading.Event(), threading.Event()
     rig.supervisor.on_fatal = bitten.set
@@ -34,6 +34,8 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
 
         monkeypatch.setattr(rig.supervisor.listener, "take_said", hang_at_t1)
         assert bitten.wait(60)
+        assert "t1  1 SlotDue running GiveSlot" in caplog.text  # what happened to it before
+        assert "t2  1 ProcessBegan" not in caplog.text
         _, alive = psutil.wait_procs(here, timeout=60)
         assert not alive
     finally:

@@ -507,11 +507,13 @@ class Scheduler(Loop):
         if plan.look_again_s <= now_s:
             waiting = sorted(board.memory.tried.keys() | board.memory.in_the_way)[:TOLD_TASKS]
             log.error(
-                "island %s: the round at %.6f s asked to be repeated already at %.6f s; tasks: %s",
+                "island %s: the round at %.6f s asked to be repeated already at %.6f s; tasks: "
+                "%s%s",
                 self.island,
                 now_s,
                 plan.look_again_s,
                 ", ".join(waiting) or "none",
+                "".join(f"\n{line}" for task in waiting for line in board.story.of(task)),
             )
             return settings().tick_s
         return min(settings().tick_s, plan.look_again_s - now_s)

@@ -238,11 +238,14 @@ class Supervisor(threading.Thread):
         self.on_fatal()
 
     def _write_down_why(self) -> None:
-        hearing = self.listener.hearing
+        here, hearing = self.house.device, self.listener.hearing
         there = {resident.stay.key for resident in list(self.stays.residents.values())}
         tasks = hang_report.blamed(hearing.stay.key if hearing is not None else None, there)
+        for task, _ in tasks or sorted(there):
+            story = self.stays.machine.story.of(task)
+            log.critical("%s hung; what happened to %s:\n%s", here, task, "\n".join(story))
         if tasks:
-            log.critical("%s hung while it was busy with %s", self.house.device, tasks)
+            log.critical("%s hung while it was busy with %s", here, tasks)
             hang_report.write_down(self.reports.hung_file, tasks)
 
     def _round(self) -> None:

@@ -63,6 +63,7 @@ from app.core.device.device_events import (
     TellVerdict,
 )
 from app.core.device.device_records import BEHIND_US, ProcessRecord, StayRecord
+from app.core.device.device_story import DeviceStory
 from app.core.device.lease import Lease, grace_for
 from app.core.device.slot_turns import SlotTurns
 from app.core.device.stay_state import ACTIVE, StayMove, StayState, state_after
@@ -100,6 +101,7 @@ class DeviceMachine:
         self.processes: dict[int, ProcessRecord] = {}
         self.newest: dict[str, tuple[int, int]] = {}  # task -> epoch and seq of its latest Launch
         self.slot = SlotTurns(self.stays, self.processes)
+        self.story = DeviceStory(self.stays, self.processes)
         self.is_leaving = False
         self._out: list[Instruction] = []
         self._handlers: dict[type[DeviceEvent], Callable[[Any, int], None]] = {
@@ -133,9 +135,11 @@ class DeviceMachine:
         """Take one event; return what is to be done about it."""
         if isinstance(event, ProcessEvent) and event.process not in self.processes:
             return []  # the process has exited
+        about = self.story.stay_of(event)
         self._handlers[type(event)](event, now_us)
         self.slot.claim(now_us)
         out, self._out = self._out, []
+        self.story.tell(event, about, out, now_us)
         return out
 
     # --- looking ---
@@ -350,8 +354,10 @@ class DeviceMachine:
         for task, epoch in answer.drop:  # done first, as they may run elsewhere by now
             self._drop_stale(task, epoch)
         for task, epoch in answer.keep:
-            if (task, epoch) in self.stays:
-                self.stays[task, epoch].is_confirmed = True
+            stay = self.stays.get((task, epoch))
+            if stay is not None and not stay.is_confirmed:
+                stay.is_confirmed = True
+                self.story.note(now_us, task, epoch, AnswerCame, "confirmed")
         self.lease = self.lease.after(answer, margin_us=self.lease_margin_us)
         self._say(ExtendTrust(until_us=self.lease.trusted_until_us))
         if answer.rota is not None:

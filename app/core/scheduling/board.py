@@ -48,6 +48,7 @@ from app.core.model.snapshot import (
     Snapshot,
     changed,
 )
+from app.core.model.story import Story
 from app.core.scheduling.pool import FreePart, Pool, part_bytes
 from app.core.scheduling.rounds.round_memory import RoundMemory
 from app.core.scheduling.stays import (
@@ -102,6 +103,7 @@ class Board:
         self._unprotected: dict[str, dict[Branch, dict[str, BoardStay]]] = {}
         self._unprotected_of: dict[str, int] = {}  # kind -> open devices when they were sorted
         self.memory = RoundMemory()
+        self.story = Story()
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
         self.guarantees = False  # does any branch have a guarantee?

@@ -213,6 +213,10 @@ class _DraftPlan:
             after["shares"] = shares
         if move in (Move.Launch, Move.Charge) or after.get("resized_s") is not None:
             after["cost"] = cost
+        place = devices or task.seats
+        self.board.story.note(
+            round(self.board.now_s * 1e6), task.id, move, (rule, *place), state, against or ""
+        )
         self.board.set_task(changed(task, state=state, **after))
 
 

@@ -206,6 +206,22 @@ class TestFollowing:
         assert isle.board.path_of("ten_b") == ("ten_a", "ten_b")
 
 
+def test_story_of_a_task_outlasts_a_board_that_is_read_anew(session, isle):
+    a_round(session, isle)
+    task = add(session, "t", "a1", state="waiting")
+    a_round(session, isle)
+    task.state = "running"
+    isle.forget()
+    a_round(session, isle)  # all is read anew, so nothing is told of it
+    task.hold = "user"
+    a_round(session, isle)
+    assert [line.split("  ")[-1] for line in isle.board.story.of("tsk_t")] == [
+        "read(waiting) 0",
+        "Launch F3(h.0) starting",
+        "Pause hold(h.0) pausing",
+    ]
+
+
 def test_waits_of_gangs_outlast_a_board_that_is_read_anew(session, isle):
     a_round(session, isle)
     wait = GangWait(kind="cpu", again_s=isle.board.now_s + 900.0)

@@ -19,6 +19,7 @@ from sqlalchemy.event import listen, remove
 from app.core.model.lifecycle import Move
 from app.core.model.protocol.messages import Alive, Finished, ResidentView, Started, decode
 from app.core.model.snapshot import Plan, PlanDecision
+from app.core.scheduling.cycle import cycle
 from app.db import transactions
 from app.db.models import (
     Account,
@@ -468,12 +469,17 @@ class TestRound:
     def test_plan_due_again_in_the_past_is_logged_and_waited_for(
         self, session, isle, sent, monkeypatch, caplog
     ):
+        add_task(session, "t")
+
         def plan(follower, session, board):
+            cycle(board)
+            board.memory.in_the_way.add("tsk_t")
             return Plan(now_s=board.now_s, look_again_s=board.now_s - 1)
 
         monkeypatch.setattr(Follower, "cycle", plan)
         isle.hear(alive())
         wait_s = isle.look()
+        assert "tsk_t  Launch F3(h.0) starting" in caplog.text
         assert wait_s == pytest.approx(settings().tick_s, rel=0.01)
         assert "asked to be repeated" in caplog.text
 
