@@ -20,6 +20,7 @@ from fastapi import APIRouter, Cookie, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.templating import Jinja2Templates
+from jinja2 import StrictUndefined
 from markupsafe import Markup, escape
 from sqlalchemy.orm import Session
 
@@ -66,6 +67,7 @@ ENVIRONMENTS_SHOWN = 50
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
 templates.env.trim_blocks = templates.env.lstrip_blocks = True
+templates.env.undefined = StrictUndefined  # a wrong name is an error, not an empty place
 templates.env.filters.update(
     duration=charts.duration,
     about=charts.about,
@@ -362,7 +364,7 @@ def list_environments(request: Request, session: Db, caller: Visitor, before: st
 
 def nothing_here(request: Request, caller: Caller, said: str) -> Response:
     heading = NotFound.title
-    return page(request, "message.html", caller, status=404, heading=heading, said=said)
+    return page(request, "message.html", caller, status=404, heading=heading, said=said, back="")
 
 
 def page(
@@ -380,6 +382,9 @@ def page(
         "here": request.url.path + (f"?{request.url.query}" if request.url.query else ""),
         "form_token": forms.token(cookie),
         "told": told,
+        "section": "",  # the entry of the navigation under which the page stands
+        "topic": "",  # id of the request whose changes the page follows; "": of all that it may see
+        "still": False,  # True: the page follows no changes
         **values,
     }
     answer = templates.TemplateResponse(request, template, context, status_code=status)

@@ -440,6 +440,7 @@ class TestOperating:
         shown = root.look(page).text
         assert "is being checked" in shown
         assert "root lets it serve; it is checked first." in shown
+        assert 'id="history-h.1"' in shown
 
     def test_unknown_device_is_not_found(self, browse):
         for fields, status in (({"do": "cordon", "of": "x"}, 404), ({"do": "x", "of": "h.1"}, 422)):

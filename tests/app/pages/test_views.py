@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fastapi.testclient import TestClient
+from jinja2 import UndefinedError
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
@@ -113,3 +114,10 @@ def test_lead_sees_the_quota_and_the_use_of_members_of_their_own_tenants_only(ap
     assert 'id="quota-ten_red"' in page.text
     assert "ten_blue" not in page.text
     assert "Use by member" in page.text
+
+
+def test_template_with_a_wrong_name_is_an_error():
+    """An empty place in a page would be found by nobody."""
+    for text in ("{{ nothing }}", "{{ caller.nothing }}", "{% if caller.nothing %}x{% endif %}"):
+        with pytest.raises(UndefinedError):
+            views.templates.env.from_string(text).render(caller=object())
