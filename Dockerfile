@@ -15,7 +15,8 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY app app
 COPY workers workers
 COPY migrations migrations
-RUN pip install --no-cache-dir --constraint constraints.txt --editable .
+RUN pip install --no-cache-dir --constraint constraints.txt --editable . \
+    && python -m compileall -q app workers migrations  # the processes may not write beside them
 # CRIU=1: with the program that stores processes of commands, for device workers that are root
 ARG CRIU=
 RUN test -z "$CRIU" || { apt-get update && python -m app.local.criu_prefix .criu; }

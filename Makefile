@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 SIMULATOR := $(VENV)/.simulated_accelerator
 TORCH := 2.13.0
 
+# Each process would compile all it imports again where this forbids Python to keep what it compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo up test test-fast coverage check bench sim-orders gpu criu setup browser
 
 demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with simulated accelerators
