@@ -77,7 +77,7 @@ def test_port_that_another_program_has_is_refused_with_advice(home):
 
 
 def test_service_beside_another_leaves_nothing_behind_and_keeps_its_data(system, home):
-    """Check what Ctrl-C leaves, then `kill -9` of the supervisor, and that each start recovers."""
+    """Check what `kill -9` of the supervisor leaves, what the next start finds, and Ctrl-C."""
     (home / "port").write_text(str(free_port()))  # as of an earlier run: nobody else gets this one
     with running(home, devices=1) as first:
         before, url = me(first), first.url
@@ -86,13 +86,12 @@ def test_service_beside_another_leaves_nothing_behind_and_keeps_its_data(system,
         stranger = Client(url, system.keys["alpha"]["member"], patience_s=0)
         with stranger, pytest.raises(ApiProblem, match="key"):
             stranger.get("/v1/me")
-        assert first.stop(signal.SIGINT) == 0
+        first.process.kill()
         wait_until_gone(home)  # what its processes had started ends with them, a moment later
-        assert not socket_folder(home).exists()
     assert me(system.handle)["tenant"] == "alpha"
     with running(home, devices=1) as again:
         assert (me(again), again.url) == (before, url)
-        again.process.kill()
+        assert again.stop(signal.SIGINT) == 0
         wait_until_gone(home)
-    with running(home, devices=1) as third:
-        assert me(third) == before
+        assert not socket_folder(home).exists()
+    assert me(system.handle)["tenant"] == "alpha"
