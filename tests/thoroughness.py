@@ -36,5 +36,32 @@ def rest_long(seeds: Sequence[Any], *, keep: int = 1) -> list[Any]:
     ]
 
 
+def in_rotation(values: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
+    """Return all pairs of a value and a way, of which `make test` takes one for each value.
+
+    The ways take turns, so each of them has a value too; `make bench` runs the other pairs.
+    """
+    chosen = {(n, n % len(ways)) for n in range(max(len(values), len(ways)))}
+    taken = {(n % len(values), way) for n, way in chosen}
+    return [
+        pytest.param(
+            *(*_values(value), *_values(way)), marks=() if (v, w) in taken else pytest.mark.long
+        )
+        for v, value in enumerate(values)
+        for w, way in enumerate(ways)
+    ]
+
+
+def every_second(values: Sequence[Any], *, begin: int) -> list[Any]:
+    """Return values of which `make test` takes every second one, from the one at `begin` on.
+
+    Two tests that begin at 0 and at 1 take all of them together.
+    """
+    return [
+        pytest.param(value, marks=() if n % 2 == begin else pytest.mark.long)
+        for n, value in enumerate(values)
+    ]
+
+
 def _values(seed: Any) -> tuple[Any, ...]:
     return seed if isinstance(seed, tuple) else (seed,)

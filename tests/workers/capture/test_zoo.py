@@ -13,10 +13,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.thoroughness import every_second, rest_long
 from tests.workers.journeys import ANIMALS, ROOT, Animal, Station, points, travelled, undisturbed
 
 STEPS = 12
 COMPILED = "compiled aot_eager"  # which takes a second to compile each time it is put back
+# Each job in one of the two ways; `make bench` runs all in both.
+RESTORED = every_second(ANIMALS, begin=0)
+MOVED = [value for value in every_second(ANIMALS, begin=1) if value.values[0].name != COMPILED]
+
+
+def name_of(animal: Animal) -> str:
+    return animal.name
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,7 @@ def alone(station: Station) -> dict[Animal, object]:
     return {}
 
 
-@pytest.mark.parametrize("animal", ANIMALS, ids=lambda animal: animal.name)
+@pytest.mark.parametrize("animal", RESTORED, ids=name_of)
 def test_job_restored_in_new_processes_computes_the_same_bits(station, alone, animal):
     seed = zlib.crc32(animal.name.encode())
     moves, pauses = points(seed, STEPS, 3), points(seed + 1, STEPS, 3)
@@ -41,11 +49,7 @@ def test_job_restored_in_new_processes_computes_the_same_bits(station, alone, an
     assert len({str(metrics) for metrics in expected["trace"]}) == STEPS  # it does something
 
 
-@pytest.mark.parametrize(
-    "animal",
-    [animal for animal in ANIMALS if animal.name != COMPILED],
-    ids=lambda animal: animal.name,
-)
+@pytest.mark.parametrize("animal", MOVED, ids=name_of)
 def test_ten_moves_in_a_row_lose_nothing(station, alone, animal):
     expected = alone.get(animal) or undisturbed(station, animal, STEPS)
     found = travelled(station, animal, STEPS, range(1, 11))
@@ -62,7 +66,7 @@ def test_different_seed_is_noticed(station):
     assert one["digest"] != other["digest"]
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("kind", rest_long(["sharded", "replicated"]))
 def test_two_ranks_continue_in_new_processes(tmp_path, kind):
     """Each rank is captured alone, after the same step; the groups are there before it is back."""
     done = subprocess.run(

@@ -27,8 +27,15 @@ STEPS = 30
 MB = 2**20
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("sim", marks=pytest.mark.sim)])
-@pytest.mark.parametrize("module", ["mlp", "loading"])
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("mlp", "cpu"),
+        pytest.param("loading", "sim", marks=pytest.mark.sim),
+        pytest.param("loading", "cpu", marks=pytest.mark.long),
+        pytest.param("mlp", "sim", marks=[pytest.mark.sim, pytest.mark.long]),
+    ],
+)
 def test_job_is_restored_inside_the_sandbox(rigs, accelerators, module, kind):
     rig = accelerators(256 * MB) if kind == "sim" else rigs(sandbox="preferred")
 

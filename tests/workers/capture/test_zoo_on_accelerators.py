@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.thoroughness import every_second
 from tests.workers.journeys import CLEAN, Animal, Station, evicted, points, travelled, undisturbed
 
 pytestmark = pytest.mark.sim
@@ -32,10 +33,13 @@ def alone(station: Station) -> Callable[[Animal], Any]:
     return functools.cache(lambda animal: undisturbed(station, animal, STEPS))
 
 
-every_animal = pytest.mark.parametrize("animal", CLEAN, ids=lambda animal: animal.name)
+def animals(begin: int) -> pytest.MarkDecorator:
+    """Take each job in one of the two ways; `make bench` runs all in both."""
+    values = every_second(CLEAN, begin=begin)
+    return pytest.mark.parametrize("animal", values, ids=lambda animal: animal.name)
 
 
-@every_animal
+@animals(begin=0)
 def test_job_restored_in_new_processes_computes_the_same_bits(station, alone, animal):
     seed = zlib.crc32(animal.name.encode())
     moves = points(seed, STEPS, 1 if animal.module == "compiled" else 3)  # it takes a second each
@@ -46,7 +50,7 @@ def test_job_restored_in_new_processes_computes_the_same_bits(station, alone, an
     assert len({str(metrics) for metrics in expected["trace"]}) == STEPS  # it does something
 
 
-@every_animal
+@animals(begin=1)
 def test_job_that_left_the_device_computes_the_same_bits(station, alone, animal):
     leaves = points(zlib.crc32(animal.name.encode()), STEPS, 5)
     expected, found = alone(animal), evicted(station, animal, STEPS, leaves)

@@ -22,6 +22,7 @@ from app.core.model.protocol.messages import (
     Stopped,
 )
 from tests.launches import image_of
+from tests.thoroughness import rest_long
 from tests.workers.conftest import PATIENCE_S, PRESET, DeviceRig, alone, separate_device
 from workers.device.processes import resident_records
 from workers.device.stays import admission
@@ -215,7 +216,7 @@ WAITING = {
     [
         ("jobs", 1),
         pytest.param("jobs", 2, marks=pytest.mark.long),
-        ("large", 3),
+        pytest.param("large", 3, marks=pytest.mark.long),
     ],
 )
 def test_job_disturbed_at_random_ends_with_the_same_bits(rig, module, seed):
@@ -591,7 +592,7 @@ def test_a_zygote_that_dies_before_it_forked_a_resident_is_replaced(rigs):
     rig.event(Finished, "t1", 2)
 
 
-@pytest.mark.parametrize("walls", ["preferred", "off"])
+@pytest.mark.parametrize("walls", rest_long(["preferred", "off"]))
 def test_a_killed_worker_leaves_no_process_and_frees_its_locks(tmp_path, walls):
     with separate_device(tmp_path, "--sandbox", walls) as device:
         children = psutil.Process(device.pid).children(recursive=True)

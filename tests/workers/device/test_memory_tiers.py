@@ -19,6 +19,7 @@ import torch
 
 from app.core.device.device_records import ProcessRecord, StayRecord
 from app.core.model.protocol.messages import Finished, Paused, Saved, Started
+from tests.thoroughness import every_second
 from tests.workers.conftest import ROOT, alone
 from tests.workers.journeys import ANIMALS, Animal, Station, evicted, points, undisturbed
 from tests.workers.watching import WATCH, needs_watch
@@ -73,7 +74,7 @@ def station() -> Iterator[Station]:
         yield station
 
 
-@pytest.mark.parametrize("animal", ANIMALS, ids=lambda animal: animal.name)
+@pytest.mark.parametrize("animal", every_second(ANIMALS, begin=1), ids=lambda each: each.name)
 def test_job_that_left_the_device_computes_the_same_bits(station, animal: Animal):
     leaves = points(zlib.crc32(animal.name.encode()), STEPS, 5)
     expected = undisturbed(station, animal, STEPS)

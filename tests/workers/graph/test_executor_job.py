@@ -111,7 +111,7 @@ def finished_twice(executors: int) -> tuple[Any, Any]:
     return graph, ran(graph | {"outputs": {"y": "first.y"}})
 
 
-@pytest.mark.parametrize("seed", rest_long(range(3), keep=2))
+@pytest.mark.parametrize("seed", rest_long([1, 0, 2]))
 def test_disturbed_executors_end_with_the_same_bits(seed: int, rig: DeviceRig, slow: Any) -> None:
     """Paused anywhere, its seats changed, resumed in place or from its image, and checkpointed."""
     dice, executors = random.Random(seed), 2 + seed % 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.thoroughness import in_rotation
 from tests.workers.ddp import features
 from tests.workers.gangs import Gangs, bits
 from tests.workers.ranks.test_process_group import WARM
@@ -47,8 +48,13 @@ def test_ranks_on_several_hosts_give_the_bits_of_one_host(
         assert [rank[row] for rank in rows[name]] == [rank[row] for rank in rows["one"]]
 
 
-@pytest.mark.parametrize("entry", ["jobs:Mlp", "jobs:Transformer", "jobs:Sharded", "jobs:Joined"])
-@pytest.mark.parametrize("hosts", [[2, 1], [1, 2], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("entry", "hosts"),
+    in_rotation(
+        ["jobs:Mlp", "jobs:Transformer", "jobs:Sharded", "jobs:Joined"],
+        [[2, 1], [1, 2], [1, 1, 1]],
+    ),
+)
 def test_five_ranks_on_three_devices_of_several_hosts_give_the_same_bits(
     gangs: Gangs, entry: str, hosts: list[int]
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.thoroughness import in_rotation
 from tests.workers.gangs import JSON, Gangs, bits
 
 STEPS = 6
@@ -62,8 +63,7 @@ def at_random(ranks: int, seed: int) -> JSON:
     return {"seats": dice.randint(1, ranks), "resize": resize}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(("job", "ranks"), in_rotation([*JOBS], RANKS))
 def test_slots_that_change_at_random_change_no_bit(matrix: Matrix, job: str, ranks: int) -> None:
     found = matrix.of(job, ranks, **at_random(ranks, seed=ranks))
     assert bits(found) == bits(matrix.spread(job, ranks))

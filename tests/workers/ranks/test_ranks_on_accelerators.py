@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.sim import orders
+from tests.thoroughness import in_rotation
 from tests.workers.gangs import JSON, Gangs, bits
 
 pytestmark = pytest.mark.sim
@@ -44,11 +45,12 @@ def undisturbed(gangs: Gangs) -> dict[str, list[JSON]]:
 
 
 @pytest.mark.parametrize(
-    "way",
-    [{"seats": 1}, {"seats": 1, "swap": True}, {"seats": 2, "swap": True}],
-    ids=["one device", "one device, swapped", "two devices, swapped"],
+    ("job", "way"),
+    in_rotation(
+        ["Mlp", "Conv", "Accumulating", "Sharded"],
+        [{"seats": 1}, {"seats": 1, "swap": True}, {"seats": 2, "swap": True}],
+    ),
 )
-@pytest.mark.parametrize("job", ["Mlp", "Conv", "Accumulating", "Sharded"])
 def test_turns_on_fewer_devices_give_the_bits_of_a_device_per_rank(
     gangs: Gangs, undisturbed: dict[str, list[JSON]], job: str, way: Ways
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.thoroughness import in_rotation, rest_long
 from tests.workers.accelerators import devices
 from tests.workers.resident_gangs import Gang, Residents, next_said
 from workers.process import slab
@@ -41,8 +42,7 @@ def undisturbed(devices: list[Residents]) -> dict[str, JSON]:
     return found
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("entry", ["ranks:Train", "ranks:Sharded"])
+@pytest.mark.parametrize(("entry", "slots"), in_rotation(["ranks:Train", "ranks:Sharded"], [1, 2]))
 def test_gang_on_fewer_devices_gives_the_bits_of_a_device_per_rank(
     devices: list[Residents], undisturbed: dict[str, JSON], entry: str, slots: int
 ) -> None:
@@ -60,7 +60,7 @@ def test_ranks_of_a_function_combine_what_lies_on_their_devices(
     gang.end()
 
 
-@pytest.mark.parametrize("entry", ["ranks:Train", "ranks:Sharded"])
+@pytest.mark.parametrize("entry", rest_long(["ranks:Sharded", "ranks:Train"]))
 def test_devices_of_a_gang_change_while_it_runs(
     devices: list[Residents], undisturbed: dict[str, JSON], entry: str
 ) -> None:
@@ -78,7 +78,7 @@ def test_devices_of_a_gang_change_while_it_runs(
     gang.end()
 
 
-@pytest.mark.parametrize("entry", ["ranks:Train", "ranks:Sharded"])
+@pytest.mark.parametrize("entry", rest_long(["ranks:Train", "ranks:Sharded"]))
 def test_gang_is_paused_and_moved_to_other_devices(
     devices: list[Residents], undisturbed: dict[str, JSON], entry: str
 ) -> None:
