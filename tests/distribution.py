@@ -31,12 +31,23 @@ _LONGEST = (
     "test_graphs_sharing.py",
     "test_openapi_calls.py",
 )
-# Files of each line go to one process, as they use the system that the process starts once.  The
-# lines take about as long as each other.
+# Files of each part go to one process one after the other: they use one system, and it idles at no
+# other time.  The parts take about as long as each other.
 _TOGETHER = (
-    ("test_graphs_sharing.py", "test_graphs.py", "test_first_session.py", "test_jobs.py"),
-    ("test_splicing.py", "test_kill.py", "test_reclaim.py", "test_graphs_executors.py"),
-    ("test_commands.py", "test_datablocks.py", "test_migration.py", "test_up.py"),
+    (
+        *("test_graphs_sharing.py", "test_graphs.py", "test_first_session.py", "test_jobs.py"),
+        *("test_limits.py", "test_migration.py", "test_mounts.py", "test_network.py"),
+        *("test_secrets.py", "test_tunnels.py"),
+    ),
+    (
+        *("test_commands.py", "test_datablocks.py", "test_environments.py", "test_notices.py"),
+        *("test_repositories.py", "test_sessions.py"),
+    ),
+    (
+        *("test_fractions.py", "test_frozen_beside_free.py", "test_graphs_executors.py"),
+        *("test_kill.py", "test_reclaim.py", "test_short_functions.py", "test_splicing.py"),
+        *("test_tunnel_kills.py", "test_up.py"),
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""The whole system, started once for all acceptance tests, and helpers to use and disturb it."""
+"""A system for the acceptance tests that follow each other, and helpers to use and disturb it."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def system(shared: Path, wheels: Path) -> Iterator[System]:
     allowed = {"ROUNDHOUSE_MOUNT_ROOTS": str(shared), "ROUNDHOUSE_WHEELS": str(wheels)}
     # `test_commands_that_move` has a system of its own, whose devices store processes
