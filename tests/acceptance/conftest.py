@@ -35,8 +35,10 @@ NETWORK = {
     ",local.test=127.0.0.1,meta.test=169.254.169.254",
 }
 #: No lease runs out because the machine is busy: a test that wants it sets its own.  A worker that
-#: was killed is known to be lost as soon as it reports again.  Tasks grow as soon as they can.
+#: was killed is known to be lost as soon as it reports again.  Tasks grow as soon as they can.  A
+#: switch that a busy machine made slow gives no slice that is longer than a test waits.
 STEADY = {
+    "ROUNDHOUSE_SLICE_MAX_S": "30",
     "ROUNDHOUSE_LEASE_S": "60",
     "ROUNDHOUSE_LEADER_S": "10",
     "ROUNDHOUSE_GROW_AFTER_S": "1",
