@@ -37,6 +37,7 @@ from app.messaging import outbox
 from app.settings import settings
 from app.storage.sealing import Keyring
 from tests import distribution, stories, thoroughness
+from tests.mark_summary import MarkSummary
 from tests.sim import build
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     stories.watch()
+    config.pluginmanager.register(MarkSummary())
     if config.getoption("--fast"):
         thoroughness.be_fast()
         Profile.load_profile("fast")
