@@ -18,10 +18,11 @@ demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with sim
 up: setup  ## the same system, kept running until Ctrl-C
 	$(BIN)/python -m app.local.up
 
-test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
+test: setup browser  ## all that is promised, without CUDA; REPEAT=5 ONLY=path: that, on a busy machine
 	@test -x .criu/bin/criu || $(MAKE) --no-print-directory criu || echo "Its tests are skipped."
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
-	    --durations 30 -m "not gpu and not long"
+	$(BIN)/python -m $(if $(REPEAT),tests.repeat "$(REPEAT)" "$(ONLY)",$(ALL))
+
+ALL := pytest -n auto --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not long"
 
 FAST := --fast -n auto --dist loadfile -m "not slow and not gpu and not long" tests/core tests/app
 
