@@ -557,7 +557,7 @@ def _begins_to_wait(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
     ends = preemption.turns_end(board, task, urgent=False)
     keeper = _keep(board, task, ends, urgent=False)
     if not board.now_s < keeper.at_s <= board.now_s + board.policy.slice_max_s:
-        draft.again_s = min(draft.again_s, gang_waits.put_off(board, kind))
+        draft.again_s = min(draft.again_s, gang_waits.put_off(board, kind, keeper.at_s))
         return None
     gang_waits.begin(board, task, keeper.at_s)
     return keeper

@@ -110,20 +110,24 @@ def looks_again_s(board: Board, at_s: float) -> float:
     return at_s if at_s > board.now_s else at_s + look_s(board)
 
 
-def put_off(board: Board, kind: str) -> float:
-    """Look at the gangs of a kind again a little later; return at what time.
+def put_off(board: Board, kind: str, at_s: float) -> float:
+    """Let no gang of a kind begin to wait for a little while; return when to look if nothing moves.
 
     The next look is in an eighth of the time since the last task began, because the longer no task
-    begins, the less changes. Otherwise most rounds of a quiet island would be such looks. It is
-    within a minute, because another gang may arrive.
+    begins, the less changes. Otherwise most rounds of a quiet island would be such looks. A round
+    after a minute looks in any case, because another gang may have arrived. Alone, a look need not
+    be more exact than an eighth of the full slice in which all holders must give way, unless
+    devices that are expected at `at_s` say when.
     """
     stays = [stay.task for stay in board.stays.values() if stay.lane.kind == kind]
     began_s = max((task.started_s or 0.0 for task in stays), default=0.0)
-    quiet_s = (board.now_s - began_s) / LOOKS
-    at_s = board.now_s + min(max(look_s(board), quiet_s), stale_s(board.policy))
-    known = board.waits.get(kind, GangWait(kind=kind, again_s=at_s))
-    board.waits[kind] = replace(known, again_s=at_s)
-    return at_s
+    quiet_s, slice_s = max(look_s(board), (board.now_s - began_s) / LOOKS), board.policy.slice_max_s
+    again_s = board.now_s + min(quiet_s, stale_s(board.policy))
+    known = board.waits.get(kind, GangWait(kind=kind, again_s=again_s))
+    board.waits[kind] = replace(known, again_s=again_s)
+    alone_s = board.now_s + min(quiet_s, slice_s / LOOKS)
+    due_s = at_s - slice_s
+    return max(again_s, min(alone_s, due_s) if due_s > board.now_s else alone_s)
 
 
 def begin(board: Board, task: BoardTask, at_s: float) -> None:
