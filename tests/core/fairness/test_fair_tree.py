@@ -426,7 +426,7 @@ class Both:
         assert tree.lanes == {one.lane for one in naive.waiting.values()}
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_the_tree_picks_what_a_look_at_everything_picks(seed: int) -> None:
     dice = random.Random(seed)

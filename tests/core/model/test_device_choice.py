@@ -128,7 +128,7 @@ choices = st.builds(
 )
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 @given(choices, choices)
 def test_choice_read_from_its_text_suits_the_same_devices(
     choice: DeviceChoice, other: DeviceChoice

@@ -266,7 +266,7 @@ def together(found: Program, spread: ExecutorSpread, graph_: TaskGraph, dice: ra
     return outputs
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 @given(bodies(), st.integers(2, 4), st.randoms(use_true_random=False), st.booleans())
 def test_outputs_are_the_same_however_executors_overtake_each_other(
     body: dict[str, Any], executors: int, dice: random.Random, planned: bool

@@ -21,7 +21,7 @@ from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.pool import FreePart, Pool
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from tests.core.pictures import NOW_S, island, seats
-from tests.thoroughness import seeds
+from tests.thoroughness import rest_long, seeds
 
 HALF: dict[str, Any] = {"choice": "%500"}
 REAL = Costs(start_s=0.05, pause_s=0.01, save_s=0.5)
@@ -205,7 +205,9 @@ def long(tenant: str, choice: str = "", n: int = 1) -> list[Arrival]:
 
 
 def play(work: list[Arrival], n: int, policy: Policy, until_s: float) -> Report:
-    return simulate(work, devices(n), tenants(a=1, b=1), policy, costs=REAL, until_s=until_s)
+    """Play without a check of each step: random islands with fractions are checked below."""
+    both = tenants(a=1, b=1)
+    return simulate(work, devices(n), both, policy, costs=REAL, until_s=until_s, checked=False)
 
 
 PLAIN = Policy(half_life_s=0.0, tier_share={})
@@ -269,7 +271,7 @@ def _drawn(dice: random.Random, number: int, devices: int) -> Arrival:
     )
 
 
-@pytest.mark.parametrize("seed", seeds(range(40)))
+@pytest.mark.parametrize("seed", rest_long(seeds(range(40)), keep=15))
 def test_random_islands_with_fractions_keep_all_rules(seed: int) -> None:
     dice = random.Random(seed)
     there = devices(dice.randint(1, 3), memory_bytes=8 * GIB)

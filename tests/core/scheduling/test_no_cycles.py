@@ -47,7 +47,7 @@ def test_islands_that_once_broke_a_rule_keep_it_now(seed: int) -> None:
     judge(seed)
 
 
-@pytest.mark.parametrize("first", rest_long(seeds(range(100_000, 102_000, 500)), keep=2))
+@pytest.mark.parametrize("first", rest_long(seeds(range(100_000, 102_000, 500))))
 @pytest.mark.slow
 def test_random_islands_settle_by_the_rules(first: int) -> None:
     count = sum((judge(seed) for seed in range(first, first + 500)), start=Counter())
@@ -56,7 +56,7 @@ def test_random_islands_settle_by_the_rules(first: int) -> None:
         assert count[rule] > 10
 
 
-@pytest.mark.parametrize("first", seeds(range(0, 240, 40)))
+@pytest.mark.parametrize("first", rest_long(seeds(range(0, 240, 40)), keep=2))
 def test_random_islands_end_all_their_work_as_time_passes(first: int) -> None:
     """`simulate` checks each step: seats, slices, idle devices, reasons, the board made anew."""
     for seed in range(first, first + 40):

@@ -90,16 +90,16 @@ def _stored(drawn: Snapshot, dice: random.Random) -> Snapshot:
     return replace(drawn, devices=devices, tasks=tasks)
 
 
-@pytest.mark.parametrize("part", rest_long(range(2)))
+@pytest.mark.parametrize("part", rest_long(range(5)))
 @pytest.mark.parametrize("kind", [0, TIGHT, ELASTIC], ids=["loose", "tight", "elastic"])
 @pytest.mark.parametrize(
     ("seeds", "drawn"),
     [
-        (200, _as_drawn),
-        (100, _nobody_used_anything),
-        (100, _without_turns),
-        (50, _crowded),
-        (50, _stored),
+        (80, _as_drawn),
+        (40, _nobody_used_anything),
+        (40, _without_turns),
+        (20, _crowded),
+        (20, _stored),
     ],
 )
 @pytest.mark.slow

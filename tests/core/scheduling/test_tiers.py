@@ -94,7 +94,7 @@ FITTING = [
 def test_no_tier_promise_that_fits_is_broken_in_any_hour(
     tasks: str, devices: int, weights: dict[str, float]
 ) -> None:
-    hours = 5
+    hours = 3
     report, tiers = run(tasks, devices=devices, hours=hours, weights=weights)
     for id, stays in held(report).items():
         share = worst_share(stays, hours * HOUR)
@@ -104,7 +104,7 @@ def test_no_tier_promise_that_fits_is_broken_in_any_hour(
 @pytest.mark.slow
 def test_random_tier_promises_that_fit_are_kept_for_hundreds_of_hours() -> None:
     judged_h = 0.0
-    for seed in range(10):
+    for seed in range(5):
         dice = random.Random(seed)
         devices, room, said = dice.randint(2, 5), 0.0, list[str]()
         while True:
@@ -119,7 +119,7 @@ def test_random_tier_promises_that_fit_are_kept_for_hundreds_of_hours() -> None:
             judged_h += 4
             share = worst_share(stays, 4 * HOUR)
             assert share >= PROMISED[tiers[id]], f"seed {seed}: {id} {tiers[id]} held {share:.4f}"
-    assert judged_h > 150
+    assert judged_h > 75
 
 
 @pytest.mark.slow

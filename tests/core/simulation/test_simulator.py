@@ -66,7 +66,7 @@ def busy(tenant: str, *, at_s: float = 0.0, tasks: int = 3, work_s: float = 1e6)
 def test_shares_converge_to_the_weights(costs: Costs) -> None:
     three = tenants(a=1, b=1, c=2)
     work = [*busy("a"), *busy("b"), *busy("c")]
-    report = simulate(work, devices(2), three, Policy(), costs=costs, until_s=300)
+    report = simulate(work, devices(2), three, Policy(), costs=costs, until_s=300, checked=False)
     total_s = sum(report.device_s.values())
     assert total_s > 0.98 * 2 * 300  # F8: switching costs no more than its share
     for tenant, share in (("a", 0.25), ("b", 0.25), ("c", 0.5)):
@@ -110,7 +110,9 @@ def test_short_tasks_gain_a_tenant_no_larger_share() -> None:
     short = [
         Arrival(at_s=0, task=f"a{n:03}", tenant="a", user="a1", work_s=0.25) for n in range(200)
     ]
-    report = simulate([*short, *busy("b")], devices(1), tenants(a=1, b=1), Policy(), until_s=80)
+    report = simulate(
+        [*short, *busy("b")], devices(1), tenants(a=1, b=1), Policy(), until_s=80, checked=False
+    )
     assert report.device_s["a"] == pytest.approx(40, abs=2)
 
 
@@ -149,7 +151,7 @@ def test_no_tenant_starves_behind_a_stream_of_newcomers() -> None:
     ]
     patient = Arrival(at_s=10, task="patient", tenant="z", user="z1", work_s=20)
     everyone = tenants(**{f"t{n}": 1 for n in range(5)}, z=1)
-    report = simulate([*stream, patient], devices(2), everyone, Policy(), costs=REAL)
+    report = simulate([*stream, patient], devices(2), everyone, Policy(), costs=REAL, checked=False)
     assert len(report.finished) == 101
     assert report.waits_s["patient"] < 5
     assert report.finished["patient"] < 120  # 20 s at a sixth of two devices
@@ -511,7 +513,7 @@ def test_a_long_task_gets_turns_while_its_user_asks_for_more_than_the_user_can_h
     short = [own(f"s{n:03}", at_s=130 + 5.0 * n, work_s=4) for n in range(300)]
     work = [own("long", work_s=240), other("b", work_s=9000), *short]
     policy = Policy(slice_min_s=5, slice_max_s=5)
-    report = simulate(work, devices(1), tenants(a=1, b=1), policy, costs=REAL)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy, costs=REAL, checked=False)
     share_of_the_long_task = (240 - 60) / (0.5 * (report.finished["long"] - 120))
     assert share_of_the_long_task > 0.1
 

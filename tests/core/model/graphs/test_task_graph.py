@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.model.descriptor import BadDescriptor
@@ -21,6 +21,7 @@ from app.core.model.graphs.task_graph import (
     parse,
     program,
 )
+from tests.thoroughness import examples
 
 
 def node(name: str, reads: str = "", writes: str = "y", **more: Any) -> dict[str, Any]:
@@ -341,6 +342,7 @@ def test_program_gives_what_its_graph_gives_and_keeps_no_block_too_long(
     assert played(program(found, as_numbered)) == meaning(found)
 
 
+@settings(max_examples=examples(40))
 @given(bodies(), bodies())
 def test_sub_graph_gives_what_it_gives_alone(inner: dict[str, Any], outer: dict[str, Any]) -> None:
     alone = meaning(parse(inner))

@@ -132,7 +132,7 @@ def test_heaviest_of_single_graphs_comes_to_have_its_own_device():
     assert world.rules["Pause regroup"] == before <= 6
 
 
-@pytest.mark.parametrize("weights", ["111", "11111", "5341", "33222"])
+@pytest.mark.parametrize("weights", rest_long(["111", "5341", "11111", "33222"], keep=2))
 @pytest.mark.slow
 def test_shares_are_even_in_time_where_no_grouping_is_even(weights):
     world = island_of({f"t{n}": int(w) for n, w in enumerate(weights)}, graphs=1)
@@ -141,7 +141,7 @@ def test_shares_are_even_in_time_where_no_grouping_is_even(weights):
     assert world.rules["Pause regroup"] <= 30  # of a task no more than one in a full slice
 
 
-@pytest.mark.parametrize("seed", rest_long(seeds([0, 2, 3, 7, 11, 12, 20, 27]), keep=4))
+@pytest.mark.parametrize("seed", rest_long(seeds([0, 2, 3, 7, 11, 12, 20, 27]), keep=2))
 def test_shares_of_random_islands_follow_the_weights_and_no_graph_starves(seed):
     """Trees of tenants and users, bursts of 0.5 to 16 ms, graphs that end and others that do not.
 
@@ -156,7 +156,7 @@ def test_shares_of_random_islands_follow_the_weights_and_no_graph_starves(seed):
         assert had[user] == pytest.approx(due, abs=0.1), (user, had, fair)
 
 
-@pytest.mark.parametrize("seed", rest_long(seeds([4, 5, 7, 10, 22]), keep=3))
+@pytest.mark.parametrize("seed", rest_long(seeds([4, 5, 7, 10, 22]), keep=1))
 def test_no_graph_starves_beside_jobs_that_need_whole_devices(seed):
     world = drawn(seed, jobs=0.4)
     world.play(30)
