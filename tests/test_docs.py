@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from app.api.problems import MEANINGS
 from app.cli import main
@@ -18,7 +18,7 @@ from app.core.model.device_choice import DeviceTraits
 from app.core.model.graphs import dependencies
 from app.local import reference_pages
 from app.settings import Settings
-from tests import missing_layers
+from tests import command_line, missing_layers
 
 ROOT = Path(__file__).parent.parent
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -175,10 +175,14 @@ def test_example_request_of_the_docs_could_run() -> None:
 def test_first_session_uses_verbs_and_options_that_exist(line: str) -> None:
     words = line.partition(" -- ")[0].split()  # behind that comes a command's own
     verb = next(word for word in words if word in dict.fromkeys(_verbs()))
-    helped = CliRunner().invoke(main.app, [verb, "--help"], env={"COLUMNS": "200"})
-    everything = helped.stdout + CliRunner().invoke(main.app, ["--help"]).stdout
+    everything = _help(verb) + _help()
     for option in (word for word in words if word.startswith("-")):
         assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", everything), option
+
+
+@cache
+def _help(*verb: str) -> str:
+    return command_line.invoke([*verb, "--help"], env={"COLUMNS": "200"}).stdout
 
 
 def _verbs() -> list[str]:

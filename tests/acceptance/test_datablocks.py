@@ -10,11 +10,10 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from app.cli import main
 from app.cli.client import ApiProblem
 from app.settings import settings
+from tests import command_line
 
 pytestmark = pytest.mark.acceptance
 
@@ -186,7 +185,7 @@ def test_example_runs_as_its_file_says(system, tmp_path, monkeypatch):
         if program == "python":
             subprocess.run([sys.executable, *words], check=True)
         else:
-            result = CliRunner().invoke(main.app, words)
+            result = command_line.invoke(words)
             assert result.exit_code == 0, result.output
     settings.cache_clear()
     learned, alone = load_file(tmp_path / "model.safetensors"), _alone(tmp_path)

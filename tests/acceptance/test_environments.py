@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
-from app.cli import main
 from app.settings import settings
+from tests import command_line
 from tests.wheels import add_wheel
 
 pytestmark = pytest.mark.acceptance
@@ -44,7 +43,7 @@ def cli(system, monkeypatch):
 
 
 def _run(*words):
-    result = CliRunner().invoke(main.app, words)
+    result = command_line.invoke(words)
     return result.exit_code, result.output
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from app.cli import main, root_command
+from app.cli import root_command
 from app.settings import settings
+from tests import command_line
 from tests.acceptance.conftest import SETTLE_S
 
 pytestmark = pytest.mark.acceptance
@@ -54,7 +55,7 @@ def run(system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(system.handle.wanted.home))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     settings.cache_clear()
-    yield lambda *words, **more: CliRunner().invoke(main.app, [str(word) for word in words], **more)
+    yield lambda *words, **more: command_line.invoke(words, **more)
     settings.cache_clear()
 
 

@@ -9,13 +9,12 @@ import os
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from app.cli import main
 from app.cli.bundling import bundle_folder
 from app.cli.client import ApiProblem
 from app.cli.folders import get_folder, put_folder
 from app.settings import settings
+from tests import command_line
 from tests.workers.image_files import oci_layout, root_file_system, tar_of, tar_of_folder
 
 pytestmark = pytest.mark.acceptance
@@ -47,7 +46,7 @@ def cli(system, monkeypatch):
 
 
 def _run(*words):
-    result = CliRunner().invoke(main.app, words)
+    result = command_line.invoke(words)
     assert result.exit_code == 0, result.output
     return result.output
 

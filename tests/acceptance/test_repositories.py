@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from app.cli import main
 from app.local.embedded_servers import temporary_home
 from app.local.up import running
 from app.settings import settings
+from tests import command_line
 from tests.acceptance.conftest import HOUSE, NETWORK, System
 from tests.package_index import why_unreachable
 from tests.wheels import repack
@@ -77,7 +76,7 @@ def _command_line(system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings.cache_clear()
 
     def told(*words: object, input: str | None = None) -> str:
-        result = CliRunner().invoke(main.app, [str(word) for word in words], input=input)
+        result = command_line.invoke(words, input=input)
         assert result.exit_code == 0, result.output
         return result.stdout
 

@@ -26,9 +26,9 @@ import pytest
 import yaml
 from safetensors import safe_open
 from safetensors.numpy import save, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from app.cli import main, root_command, watching
+from app.cli import root_command, watching
 from app.cli.client import Client
 from app.cli.verbs import submit as submit_verb
 from app.core.model.checkpoints.manifest import About
@@ -37,6 +37,7 @@ from app.settings import settings
 from app.storage.sealing import Keyring
 from app.storage.signing import Signer
 from app.storage.store import Store
+from tests import command_line
 from tests.ports import free_port
 from tests.workers.slabs import Slab
 from workers.transfer import checkpoint
@@ -192,7 +193,7 @@ def run(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     settings.cache_clear()
-    yield lambda *words, **how: CliRunner().invoke(main.app, [str(w) for w in words], **how)
+    yield lambda *words, **how: command_line.invoke(words, **how)
     settings.cache_clear()
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from app.cli import main, replay_svg, root_command
+from app.cli import replay_svg, root_command
 from app.cli.client import JSON
+from tests import command_line
 
 #: One device: a holds it for 10 s, then b for 20 s.
 LIST = "timestamp,duration,num_gpus,gpu_time,cluster\n0,10,1,10,a\n1,20,1,20,b\n"
@@ -27,7 +28,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(tmp_path / "nobody"))
     monkeypatch.chdir(tmp_path)
-    return lambda *words: CliRunner().invoke(main.app, ["simulate", *map(str, words)])
+    return lambda *words: command_line.invoke(["simulate", *words])
 
 
 @pytest.fixture
