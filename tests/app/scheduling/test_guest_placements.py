@@ -101,7 +101,7 @@ def lends(session, request):
 
 
 @pytest.mark.parametrize(
-    "lends", rest_long([0, 1, 2, 3, 5, 8], keep=3), indirect=True, ids="seed-{}".format
+    "lends", rest_long([0, 1, 2, 3, 5, 8], keep=2), indirect=True, ids="seed-{}".format
 )
 @pytest.mark.slow
 def test_no_slot_is_used_twice_and_every_task_ends(lends, session):

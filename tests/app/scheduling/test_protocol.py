@@ -389,7 +389,7 @@ def _submit(session, name, n):
 
 @pytest.mark.parametrize(
     "world",
-    rest_long([0, 1, 2, 24, 31, 34, 43, 44, *range(3, 10)], keep=8),
+    rest_long([0, 1, 2, 24, 31, 34, 43, 44, *range(3, 10)], keep=4),
     indirect=True,
     ids="seed-{}".format,
 )

@@ -326,7 +326,7 @@ def moves(session, request, monkeypatch):
     return world
 
 
-@pytest.mark.parametrize("moves", rest_long(range(8), keep=4), indirect=True, ids="seed-{}".format)
+@pytest.mark.parametrize("moves", rest_long(range(8), keep=2), indirect=True, ids="seed-{}".format)
 @pytest.mark.slow
 def test_no_task_runs_twice_and_every_task_ends_whatever_happens_to_a_move(moves, session):
     for _ in range(500):
