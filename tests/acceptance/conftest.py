@@ -266,9 +266,9 @@ class System:
         assert charged == booked_charges == accounts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The root below which the hosts of the system show mounts."""
+    """The root below which the hosts of one system show mounts: none knows those of another."""
     return tmp_path_factory.mktemp("shared")
 
 
