@@ -26,6 +26,7 @@ from app.db.models import ApiKey, Base, Device, Host, Island, Tenant, User
 from app.db.transactions import transaction
 from app.identity import rate_limits
 from app.main import create_app
+from tests.app import answer_keys
 
 JOB = """
 class Train:
@@ -141,6 +142,12 @@ def what_is_spared_stays_spared() -> Iterator[None]:
     To scan them all again would take most of the time of a test that starts one.
     """
     with mock.patch.object(gc_freeze, "spare_anew", gc_freeze.spare):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def answers_have_the_fields_of_their_models() -> Iterator[None]:
+    with answer_keys.checked():
         yield
 
 

@@ -370,9 +370,10 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
     """Return what `request_out` will read of the request, once it is written."""
     request, tasks = accepted.request, accepted.tasks
     shown = [new_task_out(request, task, accepted.needs[task.spec.name]) for task in tasks]
+    columns = {name: value for name, value in request.items() if name != "descriptor"}
     return RequestOut.model_validate(
         {
-            **request,
+            **columns,
             "state": "queued",
             "phase": request_phase("queued", (task["phase"] for task in shown)),
             "tenant": caller.tenant_name,

@@ -32,6 +32,13 @@ OPEN = {
     "TENANT_OVER_FAIR_SHARE", "USER_OVER_FAIR_SHARE", "HIGHER_PRIORITY_AHEAD",
     "EARLIER_TASK_AHEAD", "GUARANTEED_TO_OTHERS", "HOLDERS_PROTECTED", "TIER_SHED",
 }  # fmt: skip
+#: Reasons that a user ends by changing the request, and those that only an administrator ends. All
+#: others end without either.
+OF_USER = {"HELD_BY_USER", "IDLE_SESSION"}
+OF_ADMIN = {
+    "HELD_BY_ADMIN", "STORE_REFUSES", "NO_SCHEDULER", "NO_DEVICE_UP", "DEVICE_DRAINED",
+    "TOO_FEW_DEVICES", "TENANT_LIMIT", "TENANT_RUNNING_LIMIT", "TIER_SHED", "SOME_DEVICES_DRAINED",
+}  # fmt: skip
 #: Names in capitals in the command that are no codes.
 NO_CODES = {"HF_TOKEN", "JUPYTER_TOKEN", "NO_PROXY", "SSL_CERT_DIR", "SSL_CERT_FILE"}
 
@@ -49,6 +56,15 @@ def words_in_capitals(path: Path) -> set[str]:
 def test_each_reason_either_closes_the_estimate_or_ends_without_a_person():
     assert waiting_reasons.CLOSED | OPEN == CODES
     assert not waiting_reasons.CLOSED & OPEN
+
+
+def test_each_reason_names_the_one_who_can_end_it():
+    wanted = {
+        code: "change_request" if code in OF_USER else "ask_admin" if code in OF_ADMIN else "wait"
+        for code in CODES
+    }
+    assert wanted == waiting_reasons.CODES
+    assert CODES >= OF_USER | OF_ADMIN
 
 
 def test_reasons_that_start_conditions_give_are_named_as_such():

@@ -52,9 +52,6 @@ class EnvironmentFile:
     path: str
     python: str = ""
 
-    def as_json(self) -> JSON:
-        return {self.sort: self.path, **({"python": self.python} if self.python else {})}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnvironment:
