@@ -444,11 +444,29 @@ def test_stopping_worker_drops_what_waits_and_pauses_what_runs(device: Device) -
 # --- the lease and the slot -----------------------------------------------------------------------
 
 
+def test_only_the_end_of_a_stay_is_told_as_its_end(device: Device) -> None:
+    process = device.run("a")
+    device.pause("a")
+    device.paused(process)
+    assert [(one.kind, one.is_end) for one in device.said(TellIsland)] == [(Paused, False)]
+    device.launch("b")
+    device.cancel("b")
+    assert [(one.kind, one.is_end) for one in device.said(TellIsland)] == [(Stopped, True)]
+
+
 def test_task_gets_no_slot_before_the_island_has_confirmed_it(device: Device) -> None:
     process = device.begin("t1", surely_until_us=0)
     device.answer()
     assert device.round() == []
     device.answer(keep=[["t1", 1]])
+    assert device.round() == [process]
+
+
+def test_launch_is_confirmed_by_itself_only_before_its_time_is_over(device: Device) -> None:
+    device.answer()
+    device.begin("t1", surely_until_us=device.now_us)
+    assert device.round() == []
+    process = device.begin("t2", surely_until_us=device.now_us + 1)
     assert device.round() == [process]
 
 
@@ -866,9 +884,9 @@ def test_command_is_told_before_its_slot_time_is_over_then_ended(device: Device)
     heard = []
     for second in range(1, 9):
         device.later(1_000_000)
-        heard += [(second, why) for why, _ in told(device)]
+        heard += [(second, *notice) for notice in told(device)]
         device.answer()
-    assert heard == [(7, "max_duration")]
+    assert heard == [(7, "max_duration", 2_000_000 - 6)]  # each answer before took 1 µs
     assert (device.state("a"), device.killed()) == ("noticed", [])
     device.later(1_000_000)
     assert device.killed() == [(process, "max_duration")]

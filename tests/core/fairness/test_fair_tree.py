@@ -801,6 +801,12 @@ def test_a_crossing_is_computed_after_any_number_of_half_lives(half_lives: int) 
     )
 
 
+def test_usage_is_added_in_real_time_without_a_half_life() -> None:
+    tree: FairTree[str] = FairTree(half_life_s=0)
+    tree.at(100.0)
+    assert tree.accrued_s(tree.faded(2_500_000)) == 102.5
+
+
 def test_usage_that_has_faded_to_nothing_counts_as_nothing() -> None:
     tree = FairTree[str](half_life_s=HOUR)
     one, other = tree.add(("one",), weight=1000), tree.add(("other",), weight=1000)

@@ -186,6 +186,19 @@ def test_a_command_needs_no_bundle() -> None:
 
 
 @pytest.mark.parametrize(
+    "task",
+    [
+        {"run": {"command": ["x"] * 1000}},
+        {"run": {"command": ["é" * 32768]}},
+        {"run": {"command": ["x"]}, "params": {"p": "x" * (65536 - len('{"p": ""}'))}},
+    ],
+    ids=["words", "bytes", "params"],
+)
+def test_command_of_the_largest_size_is_taken(task: dict[str, Any]) -> None:
+    assert parse({"tasks": [{"name": "t", **task}]}).tasks
+
+
+@pytest.mark.parametrize(
     ("task", "pointer", "told"),
     [
         ({"run": {"command": ["", "x"]}}, "run/command/0", "the program to run"),
