@@ -51,8 +51,11 @@ def unheard_us(*, now_s: float, heard_s: float, lease_ends_s: float, lease_s: fl
 
 
 def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) -> int:
-    """Return how many decayed device-microseconds a faded sum stands for now; for display only."""
-    growth, doublings = growth_over(now_s - since_s, half_life_s)
+    """Return how many decayed device-microseconds a faded sum stands for now; for display only.
+
+    T0 is in the future if the clock has jumped back; until then usage has not faded.
+    """
+    growth, doublings = growth_over(max(0.0, now_s - since_s), half_life_s)
     numerator = faded << max(0, -doublings)
     denominator = growth << max(0, doublings)
     return (2 * numerator + denominator) // (2 * denominator)

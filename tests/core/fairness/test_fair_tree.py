@@ -74,7 +74,14 @@ def test_charge_before_the_base_time_has_faded_by_then() -> None:
     # The ledger rebuilds its sums from old buckets: T0 is now, the charges lie before it.
     booked = faded(8_000_000, at_s=-3 * DAY, since_s=0.0, half_life_s=DAY)
     assert usage_us(booked, now_s=0.0, since_s=0.0, half_life_s=DAY) == 1_000_000
-    assert usage_us(booked, now_s=-3 * DAY, since_s=0.0, half_life_s=DAY) == 8_000_000
+
+
+@pytest.mark.parametrize("half_life_s", [1.0, 600.0, DAY, 0.0])
+def test_clock_that_jumps_back_makes_no_usage_larger(half_life_s: float) -> None:
+    booked = faded(8_000_000, at_s=0.0, since_s=0.0, half_life_s=half_life_s)
+    for back_s in (1.0, 1e6, 1e9):
+        left_us = usage_us(booked, now_s=-back_s, since_s=0.0, half_life_s=half_life_s)
+        assert left_us == 8_000_000
 
 
 @given(one=charges, two=charges, at_s=st.floats(0, 100 * DAY))
