@@ -160,6 +160,7 @@ class Keeping:
         about: JSON = {"restarts": stub.restarts, "ranks": stub.spec.world_size}
         about["stopped"] = sorted(stub.tree.stopped_before)
         about["away"], about["device"] = stub.devices.away, stub.devices.here
+        about["steps"] = asdict(stub.progress.steps)
         if stub.status is not None and not stub._is_again(stub.status):
             about["status"] = stub.status
         if stub.rank_tree is not None and stub.gang is not None:

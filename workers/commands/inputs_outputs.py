@@ -21,7 +21,7 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ from workers.switching.image_file import Image
 JSON = dict[str, Any]
 
 LINE_LIMIT_BYTES = 64 * 1024
+MOST_STEPS = 2**53  # floats are exact below
+REMEMBERED_METRICS = 1000
 _PIECE = 1 << 20
 
 
@@ -167,12 +169,52 @@ def _is_called(path: Path, name: str) -> bool:
 # --- progress -------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class OwnSteps:
+    """Gives rows a place by the `step` that a command writes; a later row never replaces a value.
+
+    A command whose step restarts, each epoch for example, would write to the places of its earlier
+    rows. From such a row on, all places are moved behind the last one.
+    """
+
+    step: int | None = None
+    moved: int = 0
+    highest: int = 0  # step since the places were moved last
+    newest: dict[str, int] = field(default_factory=dict)  # metric -> its last step since then
+
+    def place(self, metrics: JSON, counted: int) -> int:
+        """Return the place of a row, which is the `counted`-th if the command writes no steps."""
+        own = metrics.get("step")
+        if isinstance(own, float) and own.is_integer():
+            own = int(own)
+        if type(own) is int and 0 <= own < MOST_STEPS:
+            self.step = own
+        if (step := self.step) is None:
+            return counted
+        names = [name for name in metrics if name != "step"]
+        if any(self.newest.get(name, -1) >= step for name in names):
+            self._move(step)
+        for name in names:
+            self.newest.pop(name, None)
+            self.newest[name] = step
+            if len(self.newest) > REMEMBERED_METRICS:
+                del self.newest[next(iter(self.newest))]
+        self.highest = max(self.highest, step)
+        return self.moved + step
+
+    def _move(self, step: int) -> None:
+        self.moved += self.highest + 1 - step
+        if self.moved + step >= MOST_STEPS:
+            self.moved = 0
+        self.highest, self.newest = step, {}
+
+
 class Progress:
     """Reads a named pipe to which the command writes lines: `rows` has those not reported yet, and
     `metrics` is the content of the last line.
 
-    The step of a row is its own `step`, if the command writes such a number, else its place among
-    the lines.
+    The step of a row is its own `step`, if the command writes such a number (`OwnSteps`), else its
+    place among the lines.
     """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
@@ -182,7 +224,7 @@ class Progress:
         self.metrics: JSON = {}
         self.rows = MetricRows()
         self.is_new = False
-        self._own_step: int | None = None
+        self.steps = OwnSteps()
         self._rest = b""
         self._complain, self._has_complained = complain, False
 
@@ -207,17 +249,9 @@ class Progress:
     def _take(self, lines: list[bytes], step: int) -> int:
         good = [said for line in lines if line.strip() and (said := self._parsed(line)) is not None]
         for number, metrics in enumerate(good, 1):
-            self.rows.add(self._step_of(metrics, step + number), metrics)
+            self.rows.add(self.steps.place(metrics, step + number), metrics)
             self.metrics, self.is_new = metrics, True
         return len(good)
-
-    def _step_of(self, metrics: JSON, counted: int) -> int:
-        own = metrics.get("step")
-        if isinstance(own, float) and own.is_integer():
-            own = int(own)
-        if type(own) is int and 0 <= own < 2**53:
-            self._own_step = own
-        return counted if self._own_step is None else self._own_step
 
     def _parsed(self, line: bytes) -> JSON | None:
         try:

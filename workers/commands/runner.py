@@ -53,6 +53,7 @@ from workers.commands.idle_clock import IdleClock
 from workers.commands.image_keeping import Keeping
 from workers.commands.inputs_outputs import (
     File,
+    OwnSteps,
     Progress,
     bring_in,
     full_disk,
@@ -156,6 +157,7 @@ class Stub:
     # ids of processes whose device memory has left
     away_before: list[int] = field(default_factory=list)
     device_before: str = ""  # UUID of the GPU that this memory left
+    steps_before: JSON = field(default_factory=dict)  # where the rows of metrics had their places
     tunnels: InnerEnds = field(default_factory=InnerEnds)
     status: int | None = None
     failed_rank: int = 0
@@ -238,6 +240,7 @@ class Stub:
                 self.tree_before = about.get("tree")
                 self.away_before = about.get("away", [])
                 self.device_before = about.get("device", "")
+                self.steps_before = about.get("steps", {})
                 self.status = about.get("status")
                 self.is_over_before = self.status is not None
                 self._tell_other_ranks(about)
@@ -259,6 +262,7 @@ class Stub:
             self._give_up_adopted(why)
             return
         self.devices.adopt(self.away_before, self.device_before)
+        self.progress.steps = OwnSteps(**self.steps_before)
         self.restarts -= 1
         if self.gang is None:
             self.processes = [process]

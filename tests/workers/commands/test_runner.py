@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 import zipfile
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from app.core.model.protocol.messages import (
 )
 from tests.processes import children, is_living, runs, status_of, used_s
 from tests.workers.conftest import PATIENCE_S, ROOT, DeviceRig
+from workers.commands.inputs_outputs import OwnSteps
 from workers.device.stays import admission
 
 
@@ -122,6 +124,55 @@ def test_rows_of_metrics_written_at_once_are_all_reported(rig):
     rows = metric_rows(rig, "t1")
     assert [rows[n + 1].get("loss") for n in range(3000)] == [*range(3000)]
     assert rows[3001] == {"acc": 0.5}
+
+
+EPOCHS = """
+import json, os
+with open(os.environ["ROUNDHOUSE_METRICS"], "w") as file:
+    for epoch in range(3):
+        for step in range(10):
+            file.write(json.dumps({"step": step, "loss": 10 * epoch + step}) + "\\n")
+        file.write(json.dumps({"step": step, "acc": epoch}) + "\\n")
+"""
+
+
+def test_all_rows_of_steps_that_restart_with_each_epoch_are_reported_in_order(rig):
+    rig.launch("t1", ["python", "-c", EPOCHS])
+    rig.event(Finished, "t1")
+    rig.until(lambda: len(metric_rows(rig, "t1")) >= 30)
+    rows = sorted(metric_rows(rig, "t1").items())
+    assert [row["loss"] for _, row in rows] == [*range(30)]
+    assert [row["step"] for _, row in rows] == [*range(10)] * 3
+    assert [row["acc"] for _, row in rows if "acc" in row] == [0, 1, 2]
+
+
+def places(rows: list[dict[str, Any]], steps: OwnSteps | None = None) -> list[int]:
+    steps = steps or OwnSteps()
+    return [steps.place(row, counted) for counted, row in enumerate(rows, 1)]
+
+
+def test_rows_have_the_places_of_their_steps_while_these_replace_nothing():
+    assert places([{"loss": 1}, {"loss": 2}]) == [1, 2]
+    assert places([{"step": 7, "loss": 1}, {"step": 7, "acc": 1}, {"lr": 1}]) == [7, 7, 7]
+    train = [{"step": n, "loss": n} for n in range(100)]
+    valid = [{"step": epoch, "acc": epoch} for epoch in range(3)]
+    assert places([*train, *valid]) == [*range(100), 0, 1, 2]
+
+
+def test_rows_that_would_replace_others_have_places_behind_them():
+    assert places([{"step": 3, "loss": 1}] * 3) == [3, 4, 5]
+    assert places([{"step": 3, "loss": 1}, {"loss": 2}, {"step": 4, "loss": 3}]) == [3, 4, 5]
+    steps = OwnSteps()
+    most = [{"step": 2**53 - 1, "loss": 1}, {"step": 0, "loss": 1}] * 3
+    assert all(0 <= place < 2**53 for place in places(most, steps))
+
+
+def test_places_go_on_where_the_processes_of_a_command_do():
+    epoch = [{"step": n, "loss": n} for n in range(10)]
+    steps = OwnSteps()
+    before = places([*epoch, *epoch[:5]], steps)
+    moved = OwnSteps(**json.loads(json.dumps(asdict(steps))))
+    assert before + places(epoch[5:], moved) == [*range(20)]
 
 
 @pytest.mark.parametrize(
