@@ -79,7 +79,8 @@ def _show_kept_files(
                     {"task": each["task"], "file": info.filename, "size_bytes": info.file_size}
                 )
                 if folder is not None:
-                    _extract(archive, info, folder)
+                    file = _extract(archive, info, folder)
+                    err().print(f"{file}: {info.file_size} bytes")
     if listed:
         show(listed, output, lambda: table(listed, wording.KEPT_FILES))
         return
@@ -87,9 +88,13 @@ def _show_kept_files(
     raise typer.Exit(NOT_FOUND)
 
 
-def _extract(archive: ZipFile, info: ZipInfo, folder: Path) -> None:
+def _extract(archive: ZipFile, info: ZipInfo, folder: Path) -> Path:
+    """Write a file of the zip into the folder, executable if it was; return its path."""
     try:
-        archive.extract(info, folder)
+        file = Path(archive.extract(info, folder))
+        if bits := info.external_attr >> 16 & 0o111:
+            file.chmod(file.stat().st_mode | bits)
+        return file
     except OSError as error:
         raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 

@@ -1448,6 +1448,9 @@ class TestOutputs:
             zip.writestr("out/answer.txt", b"42")
             zip.writestr("../evil.txt", b"no")
             zip.writestr("history.csv", b"step,loss", zipfile.ZIP_DEFLATED)
+            tool = zipfile.ZipInfo("out/tool.sh")
+            tool.external_attr = 0o104755 << 16
+            zip.writestr(tool, b"#!/bin/sh")
         sha256, size = Store.at(service.home / "store").put([packed.getvalue()])
         given = {"artifacts.zip": {"sha256": sha256, "size_bytes": size}}
         service.ends(submitted, "failed", outputs=json.dumps(given))
@@ -1457,6 +1460,7 @@ class TestOutputs:
             ("out/answer.txt", 2),
             ("../evil.txt", 2),
             ("history.csv", 9),
+            ("out/tool.sh", 9),
         ]
         with mock.patch.object(Client, "read_part", autospec=True, side_effect=Client.read_part):
             told = run("outputs", submitted, "out/answer.txt", "*.csv", "--to", "got")
@@ -1466,9 +1470,14 @@ class TestOutputs:
             *("got/out/answer.txt", "got/history.csv")
         }
         assert Path("got/history.csv").read_bytes() == b"step,loss"
+        assert told.stderr.splitlines() == [
+            "got/out/answer.txt: 2 bytes", "got/history.csv: 9 bytes"
+        ]  # fmt: skip
         assert asked < size, "the whole zip was transferred"
         assert run("outputs", submitted, "out", "--to", "all").exit_code == 0
         assert Path("all/out/large.bin").read_bytes() == large
+        assert Path("all/out/tool.sh").stat().st_mode & 0o7111 == 0o111
+        assert not Path("all/out/answer.txt").stat().st_mode & 0o111
         assert run("outputs", submitted, "../evil.txt", "--to", "in").exit_code == 0
         assert Path("in/evil.txt").exists()
         assert not Path("evil.txt").exists()
