@@ -27,7 +27,7 @@ from app.api import metrics as metric_routes
 from app.api import openapi, probes, problems
 from app.api.access import auth
 from app.api.access.scoped import operation_id
-from app.api.middleware import AtOnce, BodyLimit, RequestId
+from app.api.middleware import AtOnce, BodyLimit, KnownHosts, RequestId
 from app.api.routes import audit as audit_routes
 from app.api.routes import bundles as bundle_routes
 from app.api.routes import checkpoints as checkpoint_routes
@@ -77,6 +77,7 @@ def create_app() -> FastAPI:
     pages.mount(app)
     app.add_middleware(BodyLimit, limit_of=_body_limit)
     app.add_middleware(AtOnce)
+    app.add_middleware(KnownHosts, hosts=lambda: settings().hosts)
     app.add_middleware(RequestId)
     app.add_middleware(metric_routes.Measured)  # added last, so it comes first
     return app

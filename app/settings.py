@@ -131,6 +131,8 @@ class Settings(BaseSettings):
     webhook_timeout_s: float = Field(15.0, gt=0)  # time limit for a receiver to answer
     # the index of packages for environments, an address as `uv` takes it; default: uv's own
     # configuration on this machine
+    # names and addresses under which the API answers, with commas; *.NAME: all below; "": any
+    hosts: str = Field("", pattern=r"^[\w.*:,-]*$")
     package_index: str = Field("", pattern=r"^\S*$")
     # further hosts that a build may reach, as HOST:PORT with commas: where the index has its wheels
     package_hosts: Annotated[str, AfterValidator(_destinations)] = ""

@@ -13,9 +13,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import uuid_utils
 from fastapi import APIRouter, Request
@@ -39,6 +40,8 @@ DRAINED_BYTES = 64 * 2**20  # bytes that are still read, and discarded, of a bod
 LARGE_BYTES = 2**16  # a larger body is parsed off the event loop
 DIGITS = 1000  # most digits of a whole number, because parsing very many takes long
 DEPTH = 32  # most levels of nesting in a JSON body
+
+PROBES = ("/livez", "/readyz")  # a load balancer asks for them by address
 
 _ONCE = ("Authorization", "Idempotency-Key", "Content-Range", "If-Match", "Last-Event-ID")
 _GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -75,6 +78,44 @@ class RequestId:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class KnownHosts:
+    """Rejects a call whose `Host` is not one of `hosts()`, if that lists any; probes are answered.
+
+    So a page of another site whose name was pointed at this service reaches nothing (DNS
+    rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Callable[[], str]) -> None:
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        listed = self.hosts()
+        is_free = not listed or scope["type"] not in ("http", "websocket")
+        if is_free or scope["path"] in PROBES or _is_listed(Headers(scope=scope), listed):
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        told = "the Host header must be one of ROUNDHOUSE_HOSTS; the administrator adds names there"
+        request = Request(scope)
+        answer = problems.problem(
+            problems.request_id_of(request),
+            request.url.path,
+            type_="bad-request",
+            status=400,
+            title="Unknown host",
+            detail=told,
+        )
+        await answer(scope, receive, send)
+
+
+def _is_listed(headers: Headers, listed: str) -> bool:
+    try:
+        name = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return False
+    return any(fnmatchcase(name, known) for known in listed.lower().split(",") if known)
 
 
 class AtOnce:

@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from fastapi.testclient import TestClient
 from sqlalchemy import func, text, update
 from sqlalchemy.exc import OperationalError
+from starlette.websockets import WebSocketDisconnect
 
 from app.api import descriptor_schema, probes
 from app.api.access.gate import GatedRoute
@@ -125,6 +126,50 @@ class TestRequestId:
     def test_invalid_request_id_is_replaced(self, given, as_):
         answer = as_("").get("/livez", headers={"X-Request-ID": given})
         assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+class TestHosts:
+    @pytest.fixture
+    def call(self, as_, monkeypatch):
+        def call(listed: str, host: str, path: str = "/v1/me"):
+            monkeypatch.setenv("ROUNDHOUSE_HOSTS", listed)
+            settings.cache_clear()
+            return as_("").get(path, headers={"Host": host})
+
+        yield call
+        monkeypatch.delenv("ROUNDHOUSE_HOSTS", raising=False)
+        settings.cache_clear()
+
+    def test_any_host_is_answered_unless_some_are_listed(self, call):
+        assert call("", "evil.example").status_code == 401
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            *("rh.example.org", "RH.example.org:8000", "127.0.0.1:80", "[::1]:8000"),
+            "a.b.team.example.org",
+        ],
+    )
+    def test_listed_host_is_answered(self, call, host):
+        listed = "rh.example.org,127.0.0.1,::1,*.team.example.org"
+        assert call(listed, host).status_code == 401
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "rh.example.org.evil.example", "team.example.org", "", "[", "a:b"]
+    )
+    def test_other_host_is_rejected_with_the_setting_that_lists_them(self, call, host):
+        listed = "rh.example.org,*.team.example.org"
+        told = problem(call(listed, host), 400, "bad-request")
+        assert "ROUNDHOUSE_HOSTS" in told["detail"]
+        assert call(listed, host, "/livez").status_code == 200
+
+    def test_tunnel_of_another_host_is_rejected(self, call, app):
+        call("rh.example.org", "rh.example.org")
+        with (
+            pytest.raises(WebSocketDisconnect),
+            TestClient(app).websocket_connect("/v1/tunnels", headers={"Host": "evil.example"}),
+        ):
+            pass
 
 
 class TestMeta:
