@@ -90,8 +90,8 @@ def change_request(
 ) -> None:
     """Change priority or labels, or whether the request is kept.
 
-    Raises Conflict if the priority of an ended request would change, or if a request that is being
-    deleted would be kept; QuotaExceeded if its tenant may keep no more; NotFound if it was deleted
+    Raises Conflict if the priority of an ended request would change, or if the request is being
+    deleted; QuotaExceeded if its tenant may keep no more; NotFound if it was deleted
     meanwhile.
     """
     # Lock the tasks before their request, as the island does.
@@ -106,6 +106,7 @@ def change_request(
         _keep(session, request, keep, by)
     if labels is not None:
         transactions.lock_again(session, request, key_share=True)
+        _check_not_deleted(request)
         request.labels = labels
 
 
@@ -113,11 +114,15 @@ def _keep(session: Session, request: Request, keep: bool, by: str) -> None:
     if keep:
         _check_kept(session, request)
     transactions.lock_again(session, request, key_share=True)
-    if request.delete_asked_at is not None:
-        raise Conflict("the request is being deleted, so it cannot be kept any more")
+    _check_not_deleted(request)
     request.keep = keep
     told = f"Kept by {by}." if keep else f"No longer kept: {by} released it."
     _tell(session, request, None, "request.kept" if keep else "request.let_go", told)
+
+
+def _check_not_deleted(request: Request) -> None:
+    if request.delete_asked_at is not None:
+        raise Conflict("the request is being deleted, so it cannot be changed any more")
 
 
 def _check_kept(session: Session, request: Request) -> None:

@@ -469,7 +469,8 @@ class TestDelete:
         problem(red.delete(ended), 409, "conflict-state")
         assert red.patch(ended, json={"keep": False}).json()["keep"] is False
         assert red.delete(ended).status_code == 202
-        problem(red.patch(ended, json={"keep": True}), 409, "conflict-state")
+        for change in ({"keep": True}, {"labels": {"exp": "a"}}):
+            problem(red.patch(ended, json=change), 409, "conflict-state")
         told = ["request.kept", "request.let_go", "request.delete_asked"]
         assert event_types(session) == ["request.submitted", *told]
 
