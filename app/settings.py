@@ -129,10 +129,10 @@ class Settings(BaseSettings):
     # webhooks: networks, separated by commas, that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
     webhook_timeout_s: float = Field(15.0, gt=0)  # time limit for a receiver to answer
-    # the index of packages for environments, an address as `uv` takes it; default: uv's own
-    # configuration on this machine
     # names and addresses under which the API answers, with commas; *.NAME: all below; "": any
     hosts: str = Field("", pattern=r"^[\w.*:,-]*$")
+    # the index of packages for environments, an address as `uv` takes it; default: uv's own
+    # configuration on this machine
     package_index: str = Field("", pattern=r"^\S*$")
     # further hosts that a build may reach, as HOST:PORT with commas: where the index has its wheels
     package_hosts: Annotated[str, AfterValidator(_destinations)] = ""
