@@ -209,6 +209,14 @@ def test_ecc_errors_that_come_slowly_never_cordon_and_a_new_driver_begins_at_zer
     assert device.why is None
 
 
+def test_an_ecc_error_of_exactly_an_hour_ago_does_not_count():
+    device = PlayedDevice().read()
+    for count in (1, 2, 3):
+        device.read(replace(WELL, ecc_uncorrected=count))
+        device.now_s += 1800 - EVERY_S
+    assert device.why is None
+
+
 def test_a_row_that_cannot_be_replaced_cordons_at_once():
     device, after_s = well_then(replace(WELL, remap_failed=True), at_most_s=0)
     assert (after_s, device.why[0]) == (0, HealthRule.REMAP)

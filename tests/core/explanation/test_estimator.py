@@ -345,6 +345,12 @@ def test_equal_boards_have_equal_estimates_with_ordered_percentiles():
     assert 0 < told.p10_s < told.p50_s < told.p90_s
 
 
+def test_a_start_within_a_second_may_be_at_once():
+    scene = Scene(free=1, held=[], lines={"a": line(0, queued(1, 9))})
+    told = starts_in(scene, "a", 0, Sure())
+    assert told.p10_s == 0.0 < told.p50_s
+
+
 # --- what came true -----------------------------------------------------------------------------
 
 

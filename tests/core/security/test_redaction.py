@@ -105,6 +105,11 @@ def test_values_that_overlap_leave_nothing() -> None:
     assert redactor.clean(b"abcdefgh-cdefgh-ghijklmn") == b"***-***-***"
 
 
+def test_value_inside_a_longer_value_leaves_nothing_of_either() -> None:
+    redactor = Redactor(["password-of-the-database", "of-the-"])
+    assert redactor.clean(b"<password-of-the-database>") == b"<***>"
+
+
 def test_text_that_was_cut_shows_no_part_of_a_value() -> None:
     redactor = Redactor(["0123456789abcdef"])
     long = 40 * "."

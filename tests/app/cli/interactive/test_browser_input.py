@@ -29,6 +29,7 @@ def frame(opcode, size):
 
 
 PING, EMPTY, SHORT, LONG = frame(9, 4), frame(1, 0), frame(1, 200), frame(2, 70_000)
+REST = frame(0, 70_000)  # of a message that began before
 STREAMS = [
     ([POLL, POLL], False),
     ([POLL, SAVE, POLL], True),
@@ -36,6 +37,7 @@ STREAMS = [
     ([UPGRADE, PING, PING], False),
     ([POLL, UPGRADE, PING, SHORT], True),
     ([UPGRADE, LONG], True),
+    ([UPGRADE, REST, PING], False),
     ([UPGRADE, EMPTY], True),
     ([b"\x16\x03\x01 and other bytes of TLS"], False),
     ([b"GET /" + b"a" * 70_000], True),

@@ -234,6 +234,12 @@ def test_a_node_that_can_never_fit_is_refused() -> None:
     assert task_graph.largest(parse(graph(made, taken)))[1] == 4500
 
 
+def test_block_that_a_node_changes_in_place_needs_its_memory_once() -> None:
+    tensors = declared("w", "float32", 100)
+    changed = node("write", "w=input:v", "w", inout=["w"], **tensors)
+    assert task_graph.largest(parse(graph(changed, y="write.w")))[1] == 400
+
+
 def test_tensor_has_its_size_in_bytes_or_none() -> None:
     assert DeclaredTensor(dtype="bfloat16", shape=(3, 5)).bytes == 30
     assert DeclaredTensor(dtype="bool", shape=()).bytes == 1

@@ -176,6 +176,7 @@ def test_what_a_monitor_found_is_read(health: Any) -> None:
         {"reading": {"power_w": "much"}},
         {"reading": {"power_w": float("nan")}},
         {"reading": {"power_w": float("inf")}},
+        {"reading": {"power_w": float("-inf")}},
         {"reading": {"a b": 1}},
         {"findings": [FOUND] * 33},
         {"findings": [{**FOUND, "reason": "x" * 501}]},
