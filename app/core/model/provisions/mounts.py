@@ -40,8 +40,13 @@ RESERVED = frozenset(
         "proc",
         "root",
         "run",
+        "sbin",
+        "scratch",
+        "sys",
+        "tmp",
+        "usr",
+        "var",
     }
-    | {"root", "run", "sbin", "scratch", "sys", "tmp", "usr", "var"}
 )
 
 _PART = re.compile(r"[A-Za-z0-9_@%+=:,.-]{1,127}")
