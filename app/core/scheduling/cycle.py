@@ -1006,7 +1006,7 @@ def _grow(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
 
 def _charge_stranded(draft: _DraftPlan) -> None:
     board = draft.board
-    if not board.fractions or board.short:
+    if board.short:
         return
     for stay, cost in list(stranded_parts.changed_costs(board)):
         because = "Pays for its part of the device, as the rest can be used."

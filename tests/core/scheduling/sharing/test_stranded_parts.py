@@ -10,7 +10,8 @@ import pytest
 from app.core.model.device_choice import DeviceTraits
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
-from app.core.scheduling.cycle import decide
+from app.core.scheduling.board import Board
+from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.sharing.stranded_parts import split
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from tests.core.pictures import NOW_S, island
@@ -38,6 +39,14 @@ def test_fraction_that_paid_for_the_device_pays_for_its_part_when_nobody_waits()
 def test_fraction_pays_for_its_part_while_others_wait_for_another_kind() -> None:
     tasks = {"a": TINY, "b": {"kind": "cuda"}}
     assert costs(island("a'", queue="b", tasks=tasks)) == {}
+
+
+def test_costs_stay_as_they_are_until_all_waiting_tasks_are_known() -> None:
+    drawn = island("a'", queue="b", tasks={"a": TINY})
+    board = Board.of(drawn, now_s=NOW_S)
+    [line] = board.tree.lanes
+    board.short.add((board.leaf(drawn.tasks["b"]), line))
+    assert [one.task for one in cycle(board).decisions if one.move == Move.Charge] == []
 
 
 def test_cost_is_divided_exactly_and_in_proportion() -> None:
