@@ -110,6 +110,15 @@ def test_one_call_gives_a_bounded_number_of_frames_and_the_next_the_rest(ends):
     assert max(counts) == 64
 
 
+def test_frame_above_the_limit_behind_many_others_is_refused_at_the_next_call(ends):
+    ours, theirs = ends
+    theirs.sendall(_framed(b'{"is":"still"}') * 64 + struct.pack("!I", TENANT_FRAME_BYTES + 1))
+    assert len(ours.receive()) == 64
+    assert ours.has_more
+    with pytest.raises(Garbled, match="the limit is"):
+        ours.receive()
+
+
 def test_long_message_comes_in_parts_and_is_whole(ends):
     ours, theirs = ends
     said = {"is": "finished", "result": {"text": 'é"[' * 50_000}}

@@ -151,6 +151,20 @@ class TestWhatIsRefused:
         now_s[0] += rate_limits.AHEAD_S + 0.001
         assert limiter.take_held(quotas) is None
 
+    def test_key_that_comes_back_after_a_pause_is_charged_for_one_call(
+        self, servers, buckets, monkeypatch
+    ):
+        """The bucket is half empty, as above."""
+        now_s = [0.0]
+        monkeypatch.setattr(rate_limits.time, "monotonic", lambda: now_s[0])
+        limiter, quotas = Limiter(servers.redis_url), {"key-reads": ("k", 24_000)}
+        begun_us = (buckets.time()[0] + WINDOW_S // 2) * 10**6
+        buckets.set("rate:key-reads:k", begun_us)
+        limiter.take(quotas)
+        now_s[0] += rate_limits.AHEAD_S + 0.001
+        limiter.take(quotas)
+        assert int(buckets.get("rate:key-reads:k")) - begun_us == 2 * cost_us(24_000)
+
     def test_small_quotas_are_counted_call_by_call(self, servers, buckets):
         limiter, quotas = Limiter(servers.redis_url), {"key-reads": ("k", 600)}
         for _ in range(3):

@@ -191,6 +191,12 @@ def test_only_other_tenants_with_work_count(rivals, said):
     assert reports.verdict(mine, [mine, *rest]).endswith(f" 1 task queued.{said}")
 
 
+def test_others_run_next_only_if_a_task_of_theirs_is_queued():
+    mine = one_kind("t", fair=1.0, held=2, score=20)
+    idle = one_kind("idle", fair=1.0, held=0, waiting=0, score=5)
+    assert reports.verdict(mine, [mine, idle]).endswith(" No task is queued.")
+
+
 class TestQueue:
     def test_queue_has_waiting_and_blocked_tasks_oldest_first(self, session, scenery):
         a = scenery.tenant("a")

@@ -142,6 +142,14 @@ def test_a_faulty_device_is_cordoned_and_its_task_is_to_move(session, device, ru
     ]
 
 
+def test_a_faulty_device_moves_no_single_rank_of_a_gang(session, scenery, device, running):
+    gang = scenery.task(scenery.tenant("blue"), "blocked", devices_min=2, devices_max=2)
+    running.gang_id = gang.id
+    device.hear(FAULTY, residents=[view(running)])
+    assert device.row.cordoned
+    assert (running.move_to, told(session, "task.move_asked")) == (None, [])
+
+
 def test_a_move_that_was_given_up_is_not_asked_for_again(session, device, running):
     device.hear(FAULTY, residents=[view(running)])
     journal.break_off(session, running, "no device is free")

@@ -99,7 +99,7 @@ class TestPruneCheckpoints:
         for step in (10, 20, 30):
             checkpoint(session, task, step, f"sha-{step}")
         damaged = session.get_one(Checkpoint, "ckp_30")
-        damaged.damaged_at = func.now()
+        damaged.damaged_at = func.now() - timedelta(hours=23)
         session.flush()
         housekeeping.prune_checkpoints(session)
         assert left(session) == [10, 20, 30]

@@ -220,6 +220,12 @@ class TestLaunch:
         assert booked_us(session) == 4_000_000
         assert (task.total_held_us, task.unheard_us) == (4_000_000, 4_000_000)
 
+    def test_task_waits_from_the_loss_of_its_device_to_its_next_launch(self, session, running):
+        lose(session, running)
+        assert running.waiting_since == transactions.now(session)
+        decide(session, running, "Launch", devices=("h.0",))
+        assert running.waiting_since is None
+
     @pytest.mark.parametrize(("takes", "named"), [(True, "usr_a"), (False, ""), (None, "")])
     def test_launch_names_its_user_to_devices_that_take_it(self, session, task, takes, named):
         hear(session, user=takes)

@@ -14,6 +14,7 @@ from app.core.device.device_events import (
     ContinueProcess,
     DeadlinesDue,
     DeviceEvent,
+    DropAsked,
     DropStay,
     ExtendTrust,
     FetchInputs,
@@ -476,6 +477,14 @@ def test_dropped_task_never_gets_the_slot(device: Device) -> None:
     assert device.killed() == [(process, "dropped")]
     assert device.round() == []
     assert device.machine.stays == {}
+
+
+def test_dropped_task_that_is_not_there_or_over_changes_nothing(device: Device) -> None:
+    assert device.give(DropAsked(stay=("t1", 1), reason="dropped")) == []
+    device.run("t1")
+    device.give(DropAsked(stay=("t1", 1), reason="dropped"))
+    assert device.out != []
+    assert device.give(DropAsked(stay=("t1", 1), reason="dropped")) == []
 
 
 def test_no_task_gets_the_slot_when_trust_has_ended(device: Device) -> None:

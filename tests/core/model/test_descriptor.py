@@ -636,6 +636,23 @@ def test_a_fraction_that_no_device_can_give_is_refused(task: JSON) -> None:
     assert [fault.pointer for fault in refused.value.faults] == ["/tasks/0/devices/fraction"]
 
 
+def test_checkpoints_of_a_task_that_only_says_how_often_are_three():
+    task = parse(_command(checkpoint={"every_s": 30})).tasks[0]
+    assert (task.checkpoint.every_s, task.checkpoint.keep) == (30, 3)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "needs"), [("process", ("isolation",)), ("user", ("isolation:user",))]
+)
+def test_isolation_of_a_function_needs_a_device_that_knows_it(isolation, needs):
+    body = one(run={"function": "m:f"}, isolation=isolation)
+    assert parse(body).tasks[0].devices.choice.needs == needs
+
+
+def test_tenth_of_a_processor_core_is_the_least():
+    assert parse(_command(resources={"cpus": 0.1})).tasks[0].resources.cpus_milli == 100
+
+
 def test_limits_of_a_task_are_read_written_and_asked_of_a_device():
     said = {"cpus": 1.5, "memory_bytes": 4e9, "processes": 64}
     task = parse(_command(resources=said)).tasks[0]

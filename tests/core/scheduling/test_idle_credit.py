@@ -73,6 +73,14 @@ def test_newcomer_begins_at_the_level_of_those_who_wait_less_its_credit() -> Non
     assert moves(plan) == [("b", "Pause"), ("a", "Launch")]
 
 
+def test_decision_about_a_snapshot_raises_no_floor_beyond_those_in_it() -> None:
+    """a's task comes in this very round, as nothing holds it back any more."""
+    came = {"a": {"state": "blocked"}}
+    drawn = island("b", queue="b a", policy=POLICY, used={"b": 99_990}, tasks=came)
+    assert cycle(Board.of(drawn, now_s=NOW_S)).lifts != ()
+    assert decide(drawn, now_s=NOW_S).lifts == ()
+
+
 def test_idle_credit_is_divided_by_weight() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     board.set_tenant(BoardTenant(id="a", name="a", weight=3000))

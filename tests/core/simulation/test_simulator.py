@@ -61,6 +61,13 @@ def busy(tenant: str, *, at_s: float = 0.0, tasks: int = 3, work_s: float = 1e6)
 # --- shares -------------------------------------------------------------------------------------
 
 
+def test_device_that_is_too_small_for_the_waiting_tasks_stays_free() -> None:
+    some = [*devices(1, memory_bytes=8), BoardDevice(id="s", host="h", kind="cpu", memory_bytes=4)]
+    work = [replace(task, memory_bytes=8) for task in busy("a", tasks=2)]
+    report = simulate(work, some, tenants(a=1), Policy(), until_s=50)
+    assert {line.decision.device for line in report.timeline} == {"d0"}
+
+
 @pytest.mark.parametrize("costs", [Costs(), REAL], ids=["free switches", "real switches"])
 @pytest.mark.slow
 def test_shares_converge_to_the_weights(costs: Costs) -> None:

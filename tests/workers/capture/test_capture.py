@@ -993,6 +993,33 @@ def test_data_loader_continues_at_the_next_batch(how: str) -> None:
     assert drawn_then == drawn
 
 
+class Dicing(torch.utils.data.Sampler[int]):
+    """Draws at every index, from the generator that the job draws from, too."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(40):
+            yield random.randrange(9)
+
+    def __len__(self) -> int:
+        return 40
+
+
+@pytest.mark.usefixtures("followed")
+def test_sampler_that_draws_at_every_batch_is_followed_for_so_many_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_loader, "DRAWS_LIMIT", 5)
+    job = Loaded(sampler=Dicing())
+    for _ in range(3):
+        job.step()
+    captured(job)
+    for _ in range(4):
+        job.step()
+    error = refused(job)
+    assert "Dicing draws random numbers at every batch" in error.what
+    assert "a generator of its own" in error.advice
+
+
 @pytest.mark.usefixtures("followed")
 @pytest.mark.parametrize("kept", [False, True])
 def test_loader_processes_continue_with_their_random_numbers(kept: bool) -> None:

@@ -178,3 +178,14 @@ def test_child_that_is_born_while_its_parent_is_looked_at_stops_too(tree, tmp_pa
     assert tree("tree.freeze(30)") == "None"
     pids = eval(tree("tree.pids()"))
     assert [*map(status_of, pids)] == [psutil.STATUS_STOPPED] * 2
+
+
+@pytest.mark.parametrize(("state", "stands"), [("T", True), ("Z", False), ("X", False)])
+def test_process_that_has_ended_does_not_stand(tree, tmp_path, state, stands):
+    thread = tmp_path / "7" / "task" / "7"
+    thread.mkdir(parents=True)
+    (thread / "stat").write_text(f"7 (sh) {state} 1 7 7")
+    tree(f"setattr(freezer, '_PROC', freezer.Path({str(tmp_path)!r}))")
+    said = tree("tree.stands(7)")
+    tree("setattr(freezer, '_PROC', freezer.Path('/proc'))")
+    assert said == str(stands)

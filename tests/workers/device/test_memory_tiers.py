@@ -352,6 +352,18 @@ def test_task_that_took_all_memory_it_may_use_is_ready(monkeypatch):
     assert residency.look(0)
 
 
+@pytest.mark.parametrize(("free_mb", "leaves"), [(5, True), (4, False)])
+def test_paused_task_leaves_if_host_memory_has_room_for_what_it_lacks(free_mb, leaves):
+    """15 of its 20 MB lie in host memory already."""
+    goes = _living("goes", "running", slab_bytes=15 * MB)
+    house: Any = SimpleNamespace(
+        kind="cpu", memory_bytes=64 * MB, host_memory_bytes=(15 + free_mb) * MB, residents_max=9
+    )
+    residency = Residency(house, {1: goes}, lambda resident: None, lambda: 0)
+    residency.lacks = "bytes"
+    assert residency.with_pause(goes, 0).get("leave", False) is leaves
+
+
 # --- on a device ----------------------------------------------------------------------------------
 
 

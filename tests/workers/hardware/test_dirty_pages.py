@@ -156,3 +156,9 @@ def test_memory_given_back_to_the_kernel_counts_as_written(watch):
     tensor.untyped_storage().resize_(0)
     again = memory(64 << 20)  # may well lie at the same place
     assert bytes_of(again) != part or watch.written([part]) == {part}
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, PAGE - 1, PAGE])
+def test_range_within_which_no_whole_page_lies_is_empty(size: int) -> None:
+    found = Range.inside(7 * PAGE + 1, size)
+    assert found.start == found.end

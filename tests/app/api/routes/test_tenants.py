@@ -258,6 +258,16 @@ class TestGuaranteesInATree:
         assert self.patch("ten_red", guarantee={"cuda": 3}).is_success
         assert self.patch("ten_red", guarantee={}).is_success  # then theirs count upward
 
+    def test_tenant_admin_is_told_of_no_guarantee_above_its_own(self, as_):
+        self.patch("ten_root", guarantee={"cuda": 4})
+        self.patch("ten_red", guarantee={})
+        self.made("a", "ten_red", cuda=4)
+        body = {"name": "b", "parent_id": "ten_red", "guarantee": {"cuda": 1}}
+        answer = as_("red.tenant_admin").post("/v1/tenants", json=body)
+        found = problem(answer, 422, "validation-error", "/guarantee/cuda")
+        assert "red has a guarantee of 4 cuda devices in all" in found["detail"]
+        assert "platform has" not in answer.text
+
     def test_moved_tenant_brings_its_guarantees_along(self):
         a = self.made("a", "ten_blue", cuda=5)
         found = problem(self.patch(a, parent_id="ten_red"), 422, "validation-error", "/parent_id")

@@ -72,6 +72,15 @@ def test_the_tensors_of_a_safetensors_file_lie_where_it_says() -> None:
     assert {"name": "b", "dtype": "float32", "shape": [2, 3]} in found.summary()["tensors"]
 
 
+@pytest.mark.parametrize("dtype", ["?", "u1", "i2", "u2", "f2", "f4", "f8", "c8"])
+def test_every_type_that_safetensors_writes_is_known(dtype: str) -> None:
+    array = numpy.arange(6).reshape(2, 3).astype(dtype)
+    body = save({"x": array})
+    [tensor] = read(body, len(body)).tensors
+    assert tensor.dtype == array.dtype.name
+    assert (lying_in(body, tensor) == array).all()
+
+
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["?", "u1", "<i2", "<f2", "<f8", "<c16"])

@@ -158,6 +158,18 @@ def test_wait_is_given_up_soon_after_the_last_device_was_expected() -> None:
     assert gang_waits.waiting_gang(world.board, "cpu") is None
 
 
+def test_wait_of_a_gang_ends_when_it_has_held_devices() -> None:
+    """It may have started otherwise and be back in its queue."""
+    work = singles(random.Random(2), n=200, longest_s=50.0)
+    work.append(task("gang", tenant="g", work_s=ENDLESS_S, width=4))
+    world = world_of(work, devices(4), tenants(*"abg"))
+    until_it_waits(world)
+    gang = gang_waits.waiting_gang(world.board, "cpu")
+    assert gang is not None
+    world.board.set_task(replace(gang, epoch=gang.epoch + 1))
+    assert gang_waits.waiting_gang(world.board, "cpu") is None
+
+
 def test_quiet_island_looks_seldom_whether_a_gang_may_wait_but_soon_after_one_arrives() -> None:
     day_s, arrives_s = 86_400.0, 50_000.0
     policy = replace(POLICY, slice_min_s=day_s, slice_max_s=day_s, patience_s=100 * day_s)

@@ -382,6 +382,17 @@ def test_lowered_limit_takes_back_what_exceeds_it_after_a_full_slice(
     assert told(cycle(board)) == "a2>None F4"
 
 
+def test_lowered_limit_of_a_kind_takes_back_no_device_of_another_kind() -> None:
+    """a's task on a cpu is in its first slice, and as many of its tasks run as may."""
+    young = {"a1": {"held_us": SECOND // 2}, "a2": {"kind": "cuda"}}
+    snapshot = drawn({"a": {}}, "a1=a 1 +, a2=a 1 +", devices=["cpu", "cuda"], changed=young)
+    board = Board.of(snapshot, now_s=NOW_S)
+    board.set_tenant(BoardTenant(id="a", name="a", weight=1000, limit=cpu(0), most_running=2))
+    assert told(cycle(board)) == ""
+    board.at(NOW_S + 10)
+    assert told(cycle(board)) == "a1>None F4"
+
+
 def test_lowered_limit_takes_back_no_more_than_exceeds_it() -> None:
     tenants: Trees = {"p": {"limit": cpu(3)}, "x": {"parent": "p"}, "y": {"parent": "p"}, "q": {}}
     tasks = "x1=x 2 +, y1=y 1 +, y2=y 1 +, q1=q 2 +"

@@ -102,6 +102,14 @@ def test_job_or_graph_that_does_not_fit_shares_no_device(tasks):
     assert moves(decide(drawn("a'", queue="b", tasks=tasks), now_s=NOW_S)) == []
 
 
+def test_graphs_whose_memory_fills_the_device_exactly_share_it():
+    tasks = {name: {"memory_bytes": 4_000_000_000} for name in "ab"}
+    assert moves(decide(drawn("a'", queue="b", tasks=tasks), now_s=NOW_S)) == [
+        ("a", "Share"),
+        ("b", "Launch"),
+    ]
+
+
 def grouped(*groups, queue="", free=0, **more):
     """Each group of running graphs shares a device; then devices that are free."""
     picture = drawn(" ".join(groups), queue=queue, **more)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,3 +354,28 @@ def test_folder_without_the_layer_files_is_refused(rigs: Callable[..., DeviceRig
     failed = rig.event(Failed, "t1")
     assert failed.cause == "mount"
     assert "without the sandbox layer 'files'" in failed.message
+
+
+def test_mount_that_was_named_during_a_look_is_looked_at_at_once(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Now:
+        def __init__(self, *, target: Callable[..., None], args: Any, **_: Any) -> None:
+            self.start = lambda: target(*args)
+
+    monkeypatch.setattr(mounts.threading, "Thread", Now)
+    house: Any = SimpleNamespace(
+        device="h.0", folder=tmp_path, mount_roots=(str(shared),), own_folders=()
+    )
+    looked: list[Callable[[], None]] = []
+    known = mounts.DeviceMounts(house, looked.append, SimpleNamespace(happened=False))  # type: ignore[arg-type]
+    known.told({"pics": str(shared / "data")}, mounts.FOLDER)
+    known.look([mounts.LAYER])
+    known.told({"pics": str(shared / "data"), "more": str(shared / "other")}, mounts.FOLDER)
+    looked.pop()()
+    assert known.offers() == ["mount:pics"]
+    known.look([mounts.LAYER])
+    looked.pop()()
+    assert known.offers() == ["mount:more", "mount:pics"]
+    known.look([mounts.LAYER])
+    assert looked == []
