@@ -254,8 +254,7 @@ def _protected(board: Board, stay: BoardStay, task: BoardTask) -> bool:
         held.kind
     ):
         return False
-    away_s = (slice_us(board.policy, task) + held.switch_us) / 1e6
-    return board.urgency.slack_s(held) < away_s
+    return board.urgency.is_due_after(held, slice_us(board.policy, task) + held.switch_us)
 
 
 def _shed(board: Board, task: BoardTask) -> bool:

@@ -15,7 +15,7 @@ from app.core.fairness.fair_tree import FairTree
 from app.core.model.snapshot import TIERS, BoardTask, Policy
 from app.core.scheduling.gangs.gang_patience import GangPatience
 from app.core.scheduling.pool import Pool
-from app.core.scheduling.stays import NEVER
+from app.core.scheduling.stays import NEVER, RESOLUTION_S
 
 AWAY_PARTS = 64  # number of parts into which a window is divided to remember it
 # The smallest part of a window's waiting time that is allowed at once, so that turns can end.
@@ -152,6 +152,11 @@ class Urgency:
             total_s += to_s - begin_s
             used_s = max(used_s, total_s - rate * (at_s - begin_s))
         return burst_s - used_s
+
+    def is_due_after(self, held: BoardTask, away_us: int) -> bool:
+        """True if a holder that gave its devices away for so long would be urgent at once (F9)."""
+        left_s = self.slack_s(held) - away_us / 1e6
+        return left_s <= self.lead_s(held) + RESOLUTION_S
 
     def slack_ends_s(self, task: BoardTask) -> float:
         """Return when a waiting task must go first, early enough to be seated in time (rule F9)."""

@@ -21,7 +21,8 @@ from app.core.model.snapshot import (
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import WaitingBranch, before
 from app.core.scheduling.board import Board
-from tests.core.pictures import NOW_S, island
+from app.core.scheduling.cycle import decide
+from tests.core.pictures import NOW_S, island, seats
 from tests.thoroughness import seeds
 
 SECOND = 10**6 << FIXED_POINT_BITS
@@ -239,6 +240,20 @@ def test_device_is_wanted_by_a_task_that_may_hold_no_second_one(
     drawn.devices["d1"] = replace(drawn.devices["d1"], kind="gpu")
     drawn.tenants["a"] = replace(drawn.tenants["a"], limit=limit)
     assert blockers.is_wanted(board(drawn), "d0") is is_wanted
+
+
+@pytest.mark.parametrize("switch_s", [0, 1])
+@pytest.mark.parametrize("waited_s", [0, 807, 808, 809, 1079, 1100])
+def test_holder_is_named_as_protected_exactly_if_it_is_not_paused(
+    waited_s: int, switch_s: int
+) -> None:
+    """It may wait 1080 s of an hour, is urgent 270 s before that, and would wait 1 s for b."""
+    fields = {"away": ((NOW_S - 10 - waited_s, NOW_S - 10),), "switch_us": 10**6 * switch_s}
+    held = {"held_us": 700_000_000, "started_s": NOW_S - 700}
+    drawn = island("a", queue="b", used={"a": 99}, tasks={"a": {**fields, **held}})
+    seen = blockers.find_blockers(board(drawn), drawn.tasks["b"])
+    assert (seen.protected == 0) == (seats(decide(drawn, now_s=NOW_S)) == "d0: a>b")
+    assert seen.protected == (waited_s >= 1080 - 270 - 1 - switch_s)
 
 
 @pytest.mark.parametrize(("switch_s", "told_s"), [(0.1, 60), (5, 250)])

@@ -365,10 +365,10 @@ class _Claim:
             self._kept_tiers = self.board.urgency.honoured(task.kind)
         if task.tier not in self._kept_tiers:
             return False
-        left_s = self.board.urgency.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
+        away_us = self.turn_us + task.switch_us
         if not self.urgent:
-            # Without slack the stay would be urgent at once.
-            return left_s <= self.board.urgency.lead_s(task) + RESOLUTION_S
+            return self.board.urgency.is_due_after(task, away_us)
+        left_s = self.board.urgency.slack_s(task) - away_us / 1e6
         promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
         # If both tasks are behind their promises, the one that would be further behind continues.
         return left_s <= (self.board.urgency.slack_s(self.task) if promised else 0.0)
