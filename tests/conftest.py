@@ -172,18 +172,24 @@ def secrets_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def environment(servers: Servers, tmp_path: Path, secrets_key: Path) -> Iterator[None]:
-    """The settings of a process of this deployment, with a store of its own."""
+def environment(
+    servers: Servers, tmp_path: Path, secrets_key: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The settings of a process of this deployment, with a store of its own.
+
+    `monkeypatch` puts all variables back, so that a test which changes one more leaves none behind.
+    """
     given = {
         "DATABASE_URL": servers.database_url,
         "REDIS_URL": servers.redis_url,
         "ROUNDHOUSE_HOME": str(tmp_path / "home"),
         "ROUNDHOUSE_SECRETS_KEY": str(secrets_key),
     }
-    with mock.patch.dict(os.environ, given):
-        _forget()
-        yield
-        _dispose(transactions.engine())
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    _forget()
+    yield
+    _dispose(transactions.engine())
     _forget()
 
 
