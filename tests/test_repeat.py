@@ -26,8 +26,18 @@ def test_flaky():
 
 
 def _started(words: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.repeat", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.repeat", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_obey_ctrl_c,
+    )
+
+
+def _obey_ctrl_c() -> None:
+    """Obey SIGINT as in a terminal: what a shell starts in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.slow
