@@ -184,6 +184,9 @@ class Settings(BaseSettings):
     lease_s: float = 10.0
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
+    # most heartbeats a second for which an island asks: its devices report less often if they are
+    # many, and their leases are longer
+    island_beats_per_s: float = Field(400.0, gt=0, allow_inf_nan=False)
     # limit of the time after a lease for which a device with long steps is left alone
     step_grace_s: float = Field(60.0, ge=0, allow_inf_nan=False)
 

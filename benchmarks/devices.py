@@ -3,10 +3,10 @@
     python -m benchmarks.devices [--quick]
 
 The island is a scheduler in a process of its own, as in service. Its devices are played. They
-consist of heartbeats, sealed and sent through Redis every 2 s, and they obey Launch orders that
-come back through Redis. Each device has one running task, whose held time and steps grow. So an
-unchanged heartbeat reports no event, only progress. Then all tasks end at once, while as many
-others wait.
+consist of heartbeats, sealed and sent through Redis every 2 s or at the pace of the island, and
+they obey Launch orders that come back through Redis. Each device has one running task, whose held
+time and steps grow. So an unchanged heartbeat reports no event, only progress. Then all tasks end
+at once, while as many others wait.
 
 Processor time is that of the island's process: it reads, records and answers. The length of a round
 is an upper bound, as the island counts its rounds in classes of lengths.
@@ -49,11 +49,12 @@ from app.local import seed
 from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
 from app.messaging import broker, outbox
 from app.messaging.message_keys import MessageKeys
-from app.messaging.signed_messages import SIGNS_AFTER_S, sealed_heartbeat
+from app.messaging.signed_messages import SIGNS_AFTER_S, USUAL_BEAT_S, sealed_heartbeat
 from app.settings import settings
 from app.storage.signing import NEWS, Signer
 from benchmarks import Target, quick, report
 from benchmarks.idle import own_s
+from workers.device.heartbeat import Rhythm
 
 ISLAND, TENANTS = "isle", 1000
 BEAT_S = 2.0
@@ -186,14 +187,16 @@ def _watched(island: psutil.Process, fleet: Fleet, watch_s: float) -> dict[str, 
     first_s = time.monotonic() - began_s
     fleet.play(3 * BEAT_S)
 
-    before, before_s, fleet.answers = tally_of(ISLAND), own_s(island), 0
+    before, before_s, fleet.answers, fleet.sent = tally_of(ISLAND), own_s(island), 0, 0
     fleet.play(watch_s)
     cpu_s, answers, middle = own_s(island) - before_s, max(1, fleet.answers), tally_of(ISLAND)
     figures = {
         "first_s": round(first_s, 1),
         "cpu_ms": round(1e3 * cpu_s / answers, 3),
         "answered": answers,
-        "answered of sent": round(answers / (len(fleet.devices) * watch_s / BEAT_S), 3),
+        "answered of sent": round(answers / max(1, fleet.sent), 3),
+        "of a core": round(cpu_s / watch_s, 3),
+        "beat_s": max(d.rhythm.beat_us for d in fleet.devices) / 1e6,
         "longest_s": round(longest_round_s(before, middle), 3),
         "load": round(os.getloadavg()[0], 1),
     }
@@ -224,7 +227,9 @@ class DevicePlayer:
     epoch: int = 0
     state: str = ""
     began_s: float = 0.0
-    answered_s: float = -math.inf
+    signs_from_s: float = -math.inf
+    answered_us: int = 0  # when it sent the newest heartbeat that was answered
+    rhythm: Rhythm = field(default_factory=lambda: Rhythm(int(BEAT_S * 1e6)))
     order_seq: int = 0
     event_seq: int = 0
     printed: int = 0  # lines of the task's log so far
@@ -232,10 +237,12 @@ class DevicePlayer:
     logs: list[LogLines] = field(default_factory=list)
 
     def alive(self) -> Alive:
+        now_us = time.monotonic_ns() // 1000
+        self.rhythm.reported(now_us)
         return Alive(
             device=self.id,
             incarnation="p",
-            sent_us=time.monotonic_ns() // 1000,
+            sent_us=now_us,
             facts=self.facts,
             residents=[self._view()] if self.task else [],
             events=self.events,
@@ -308,12 +315,20 @@ class Fleet:
     """Plays all devices, which send and read in turns spread over the beat."""
 
     def __init__(self, devices: int, keys: MessageKeys, at: str) -> None:
-        facts = {"host": "h", "island": ISLAND, "kind": "cpu", "threads": 1, "spec": True}
+        facts = {
+            "host": "h",
+            "island": ISLAND,
+            "kind": "cpu",
+            "threads": 1,
+            "spec": True,
+            "paced": True,
+        }
         facts |= {"memory_bytes": 2**30, "key": keys.public, "exchange_key": keys.announced}
         self.devices = [DevicePlayer(id=f"h.{n}", facts=facts) for n in range(devices)]
         self.keys, self.client = keys, redis.Redis.from_url(at)
         self.island = ""  # its public key, once a device has learned its exchange key
         self.tick, self.due_s, self.answers = 0, time.monotonic(), 0
+        self.sent = 0  # heartbeats since they were counted last
 
     def running(self) -> int:
         """Return how many devices run a task whose start the island has acknowledged."""
@@ -329,7 +344,7 @@ class Fleet:
         while time.monotonic() < until_s:
             at = self.tick % TICKS
             urgent = self._hear(self.devices[(at - LISTENS_AFTER) % TICKS :: TICKS])
-            self._send([*urgent, *self.devices[at::TICKS]])
+            self._send([*urgent, *self._due(self.devices[at::TICKS])])
             self.tick += 1
             self.due_s = max(self.due_s + BEAT_S / TICKS, time.monotonic() - BEAT_S)
             time.sleep(max(0.0, self.due_s - time.monotonic()))
@@ -343,19 +358,31 @@ class Fleet:
             news = [one for item in items or () for one in self._news(item)]
             if answers := sum(one["is"] == "Answer" for one in news):
                 self.answers += answers
-                device.answered_s = time.monotonic()
+                self._learn(device, [one for one in news if one["is"] == "Answer"][-1])
             if news and device.hear(news):
                 urgent.append(device)
         return urgent
+
+    def _learn(self, device: DevicePlayer, answer: dict[str, Any]) -> None:
+        beat_us = answer.get("beat_us", 0)
+        device.rhythm.set_pace(beat_us)
+        device.answered_us = answer["sent_us"]
+        device.signs_from_s = time.monotonic() + (beat_us / 1e6 or USUAL_BEAT_S) + SIGNS_AFTER_S
+
+    def _due(self, devices: list[DevicePlayer]) -> list[DevicePlayer]:
+        """Return those of which a heartbeat is due within the tick."""
+        until_us = time.monotonic_ns() // 1000 + int(BEAT_S / TICKS * 1e6)
+        return [d for d in devices if d.rhythm.due_us(d.answered_us) <= until_us]
 
     def _send(self, devices: list[DevicePlayer]) -> None:
         queue = broker.island_queue(ISLAND)
         texts = [(queue, self._sealed(device)) for device in devices]
         broker.send_all(outbox.celery(), broker.ISLAND_ALIVE, texts)
+        self.sent += len(texts)
 
     def _sealed(self, device: DevicePlayer) -> str:
         """Seal its heartbeat as a device worker does, which signs it if no answer has come."""
-        is_answered = time.monotonic() - device.answered_s < SIGNS_AFTER_S
+        is_answered = time.monotonic() < device.signs_from_s
         return sealed_heartbeat(self.keys, device.alive(), to=self.island if is_answered else "")
 
     def _news(self, item: bytes) -> list[Any]:

@@ -24,10 +24,11 @@ from app.core.model.protocol.wellformed import BadMessage
 from app.messaging.message_keys import MessageKeys
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature
 
-#: So long without an answer, a device signs its heartbeats: time enough for one more of them within
-#: the usual lease of 10 s. An island that has too many devices answers each third heartbeat, every
-#: 6 s, and signatures would cost it still more.
-SIGNS_AFTER_S = 7.0
+#: So long after the beat in which an answer is due, a device signs its heartbeats: time enough for
+#: one more of them within the lease. An island that has too many devices answers each third
+#: heartbeat of 2 s, and signatures would cost it still more.
+SIGNS_AFTER_S = 5.0
+USUAL_BEAT_S = 2.0
 
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 
@@ -114,16 +115,16 @@ class Mail:
     def __init__(self, keys: MessageKeys, device: str, island: str) -> None:
         self.keys, self.device, self.island = keys, device, island
         self.peers: tuple[str, ...] = ()
-        self._answered_s = -math.inf  # by the monotonic clock
+        self._answered_s, self._beat_s = -math.inf, USUAL_BEAT_S  # by the monotonic clock
 
     def addressee(self) -> str:
         """Return the public key of the island, for which the next heartbeat is sealed.
 
-        It is "" if no answer has come for SIGNS_AFTER_S: the island may not know the shared key, so
-        the next heartbeat is signed.
+        It is "" if no answer has come in time: the island may not know the shared key, so the next
+        heartbeat is signed.
         """
-        is_recent = time.monotonic() - self._answered_s < SIGNS_AFTER_S
-        return self.island if is_recent else ""
+        unanswered_s = time.monotonic() - self._answered_s
+        return self.island if unanswered_s < self._beat_s + SIGNS_AFTER_S else ""
 
     def opened(self, text: str) -> list[Any]:
         """Return the messages; raises BadSignature or BadMessage."""
@@ -142,6 +143,7 @@ class Mail:
         if key != self.island:
             raise BadSignature("only the device's own island may send answers")
         self.peers, self._answered_s = tuple(answer.peers), time.monotonic()
+        self._beat_s = answer.beat_us / 1e6 or USUAL_BEAT_S
 
 
 def _sealed(keys: MessageKeys, context: bytes, body: JSON, *, to: str) -> str:

@@ -180,7 +180,7 @@ class TestSharedKeys:
             island.learn(host.public, signed.replace("\n", ":"))
 
     def test_heartbeats_are_signed_again_if_no_answer_comes(self, met, mail, monkeypatch):
-        monkeypatch.setattr(signed_messages, "SIGNS_AFTER_S", 0.0)
+        monkeypatch.setattr(signed_messages, "SIGNS_AFTER_S", -signed_messages.USUAL_BEAT_S)
         assert mail.addressee() == ""
 
 

@@ -10,6 +10,7 @@ lead.  All of them have the island's one key.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -31,6 +32,7 @@ from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
 from app.core.scheduling.rounds.heartbeat_backlog import HeartbeatBacklog, launches_wait
 from app.core.scheduling.rounds.heartbeat_news import HeartbeatNews
+from app.core.scheduling.rounds.pace import Pace
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
 from app.core.scheduling.rounds.unopened_heartbeats import UnopenedHeartbeats
 from app.core.scheduling.sharing.time_sharing import shares
@@ -42,8 +44,9 @@ from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
 from app.messaging.signed_messages import ReadyAnswers, claimed_process, heartbeat_in, opened_body
-from app.scheduling import journal, ledger, task_migration
+from app.scheduling import island_pace, journal, ledger, task_migration
 from app.scheduling.board_follower import Follower
+from app.scheduling.island_pace import pace_of
 from app.settings import settings
 from app.storage.signing import BadSignature
 from workers.control.loop import Loop, keep
@@ -54,6 +57,7 @@ log = logging.getLogger(__name__)
 BUSY_S = 0.05  # retry after this, while a requested action is being written
 TOLD_TASKS = 5  # most tasks that the log names if a round asks to run at a time in the past
 ROUNDS_A_LEASE = 5  # a round should take at most this part of the leader's lease
+PACE_EVERY_S = 10.0  # how often the devices are counted, for their pace
 GATHER_S = 0.25  # time between rounds that only take heartbeats that say nothing new
 PROGRESSES_A_LEASE = 2  # how often the progress of quiet tasks is written during a lease
 RESEND_LOOKS = 4  # looks for orders to resend, per resend interval
@@ -94,6 +98,7 @@ class Scheduler(Loop):
         self.planned_s = 0.0  # start of the last plan, or part of one, by the monotonic clock
         self.due_s = 0.0  # when time alone may change the plan, by the monotonic clock
         self.resend_s = 0.0  # when to look for orders to resend, by the monotonic clock
+        self.pace, self.paced_s = Pace(beat_s=0.0, lease_s=0.0), -math.inf  # and when it was set
         self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
 
     def receive(self, sealed: str) -> bool:
@@ -195,7 +200,7 @@ class Scheduler(Loop):
                 others.append(beat)
                 continue
             self.quiet.renewed(beat, txid)
-            answer = report.answer = self._as_planned(report.answer)
+            answer = report.answer = self._as_planned(self._paced(report.answer, beat))
             host = self.host_keys.get(beat.device, "")
             texts[beat.device] = self.ready.sealed(
                 outbox.message_keys(), answer, sent_us=beat.sent_us, to=host
@@ -228,6 +233,15 @@ class Scheduler(Loop):
     def _put_back(self, beat: Beat) -> None:
         """Let a round record this heartbeat in full, in the same form as a newly decoded one."""
         self.backlog.put(decode(beat.body), beat.came_s)
+
+    def _paced(self, answer: Answer, beat: Beat) -> Answer:
+        """Let the answer say for how long the lease was renewed; the same object if that has not
+        changed.
+        """
+        beat_us = island_pace.told_us(self.pace, beat.body["facts"])
+        if (answer.lease_us, answer.beat_us) == (self.pace.lease_us, beat_us):
+            return answer
+        return replace(answer, lease_us=self.pace.lease_us, beat_us=beat_us)
 
     def _as_planned(self, answer: Answer) -> Answer:
         """Add what the plan knows to the answer for a device for which no task waits.
@@ -333,18 +347,24 @@ class Scheduler(Loop):
             oldest_s=min(waiting, default=None),
             planned_s=self.planned_s,
             now_s=time.monotonic(),
-            lease_s=settings().lease_s,
+            lease_s=self.pace.lease_s,
         )
 
     def _begin(self, session: Session) -> Island:
         """Lock the island's row until the commit, and find out whether this scheduler leads."""
         row, left_s = self._row(session)
         _check_key(row)
+        self._set_pace(session)
         self.began_s = time.monotonic()
         self.leads = self._lead(session, row, left_s)
         if not self.leads:
             self.follower.forget()
         return row
+
+    def _set_pace(self, session: Session) -> None:
+        if time.monotonic() - self.paced_s >= PACE_EVERY_S:
+            self.pace, self.paced_s = island_pace.look_up(session, self.island), time.monotonic()
+        island_pace.it_is(session, self.pace)
 
     def _settled(self, session: Session) -> list[OutboxOrder]:
         """Write everything that must be in this transaction; return the orders to send after its
@@ -526,7 +546,7 @@ class Scheduler(Loop):
             return
         if not outbox.reachable():
             # Until the leases given now have ended and were given once more.
-            self.deaf_until_s = time.monotonic() + 2 * settings().lease_s
+            self.deaf_until_s = time.monotonic() + 2 * self.pace.lease_s
         if time.monotonic() < self.deaf_until_s:
             _spare_leases(session, self.island)
             self.follower.look_at_devices(session)
@@ -570,7 +590,7 @@ def _spare_leases(session: Session, island: str) -> None:
     Without this, a pause of the control plane or of Redis would count every running task as lost. A
     device that gets no answer stops by itself, so nothing runs twice meanwhile.
     """
-    until = func.now() + timedelta(seconds=settings().lease_s)
+    until = func.now() + timedelta(seconds=pace_of(session).lease_s)
     parked = select(Task.id).where(Task.image_on == Device.id, ~Task.saved)
     spared = update(Device).where(Device.island == island, _seats_somebody() | parked.exists())
     session.execute(spared.values(lease_until=func.greatest(Device.lease_until, until)))
@@ -586,13 +606,14 @@ def _spare_the_waiting(session: Session, waiting: Sequence[tuple[Alive, float]])
     """
     if not waiting:
         return
-    left_s = settings().lease_s - time.monotonic()
+    lease_s = pace_of(session).lease_s
+    left_s = lease_s - time.monotonic()
     values: dict[str, Any] = {
         "ids": [alive.device for alive, _ in waiting],
         "processes": [alive.incarnation for alive, _ in waiting],
         "sent": [alive.sent_us for alive, _ in waiting],
         "left": [came_s + left_s for _, came_s in waiting],
-        "lease": timedelta(seconds=settings().lease_s),
+        "lease": timedelta(seconds=lease_s),
     }
     session.execute(_SPARE_THE_WAITING, values)
 

@@ -8,6 +8,7 @@ report includes all that was in it.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 LOGS_LIMIT_BYTES = 64 * 1024  # limit of log lines in one report
 SOON_S = 0.1  # wait so long that events of the same moment share a report
+SOONEST_PART, UNANSWERED_PART = 0.5, 0.25  # of a slower beat
 CHATTER_S = 0.5  # log lines, metrics and progress are reported at most this often
 
 
@@ -40,12 +42,17 @@ class Rhythm:
     """Decides when the next report is due: at once after an event, a little later after chatter,
     otherwise every `beat_us`.
 
+    An island of many devices asks for a slower beat. Then a report comes at a random time within
+    the beat, so that devices which began together do not go on together. After a report that was
+    not answered, the next one comes sooner.
+
     Chatter (log lines, metrics, progress) waits for the answer to the previous report, so that a
     talkative job never piles up reports for an unreachable island.
     """
 
     def __init__(self, beat_us: int) -> None:
-        self.beat_us = beat_us
+        self.own_us = self.beat_us = beat_us
+        self.next_us = beat_us  # after the last report, if that was answered
         self.sent_us = -beat_us
         self.happened = False
         self.chatter = False
@@ -61,14 +68,27 @@ class Rhythm:
     def due_us(self, answered_us: int) -> int:
         if self.happened:
             return 0
-        due_us = self.sent_us + self.beat_us
-        if self.chatter and answered_us >= self.sent_us:
+        is_answered = answered_us >= self.sent_us
+        again_us = max(self.own_us, int(self.beat_us * UNANSWERED_PART))
+        due_us = self.sent_us + (self.next_us if is_answered else again_us)
+        if self.chatter and is_answered:
             due_us = self.sent_us + int(CHATTER_S * 1e6)
         return due_us if self.soon_us is None else min(due_us, self.soon_us)
 
     def reported(self, now_us: int) -> None:
         self.sent_us, self.happened, self.chatter = now_us, False, False
-        self.soon_us = None
+        self.soon_us, self.next_us = None, self._drawn_us()
+
+    def set_pace(self, beat_us: int) -> None:
+        """Report within the time for which the island asks; 0: within the device's own beat."""
+        if (beat_us := max(self.own_us, beat_us)) != self.beat_us:
+            self.beat_us = beat_us
+            self.next_us = self._drawn_us()
+
+    def _drawn_us(self) -> int:
+        if self.beat_us == self.own_us:
+            return self.own_us
+        return int(self.beat_us * random.uniform(SOONEST_PART, 1.0))
 
 
 class Pulse(threading.Thread):

@@ -256,6 +256,7 @@ class House:
             "image_key": True,  # the worker takes a Launch with the key of images
             "user": True,  # the worker takes a Launch with its user,
             "request": True,  # and with its request
+            "paced": True,  # the worker takes an answer that says when to report again
             "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation", SHARING_NEED],
         }
 

@@ -78,6 +78,8 @@ class Device(Base):
     heard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     # how long the device may continue without another heartbeat, by the database's clock
     lease_until: Mapped[datetime | None]
+    # length of the lease that the device was given last; 0: by a version that did not record it
+    lease_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     # how long a step that has begun may run after the lease; until then its task is left alone
     grace_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     seen_at: Mapped[datetime | None]  # when a heartbeat was recorded last, by the database's clock

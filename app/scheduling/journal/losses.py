@@ -104,7 +104,7 @@ def unheard_us_of_device(session: Session, device: Device | None) -> int:
         now_s=transactions.now_s(session),
         heard_s=device.seen_at.timestamp(),
         lease_ends_s=device.lease_until.timestamp(),
-        lease_s=settings().lease_s,
+        lease_s=device.lease_us / 1e6 or settings().lease_s,
     )
 
 

@@ -28,6 +28,7 @@ from app.core.model.protocol.messages import (
 )
 from app.core.model.provisions.mounts import digest
 from app.core.model.snapshot import Plan, PlanDecision
+from app.core.scheduling.rounds.pace import Pace
 from app.db import transactions
 from app.db.models import (
     Account,
@@ -50,7 +51,7 @@ from app.db.models import (
     User,
 )
 from app.insight import explain, reports
-from app.scheduling import journal, ledger, snapshot_reader
+from app.scheduling import island_pace, journal, ledger, snapshot_reader
 from app.settings import settings
 
 FACTS = {
@@ -618,6 +619,16 @@ class TestUnheard:
         silence(session, 3600)
         hear(session, incarnation="p2")
         assert booked_us(session) == settings().lease_s * 1e6
+
+    def test_device_of_a_large_island_is_charged_until_its_longer_lease_ended(
+        self, session, running
+    ):
+        island_pace.it_is(session, Pace(beat_s=26.0, lease_s=82.0))
+        hear(session, residents=[view(running, "running")])
+        row = session.get_one(Device, "h.0")
+        row.seen_at -= timedelta(hours=1)
+        hear(session, incarnation="p2")
+        assert booked_us(session) == 82_000_000
 
     def test_lease_that_was_made_longer_meanwhile_charges_no_more(self, session, running):
         silence(session, 3600)

@@ -7,6 +7,7 @@ gets the answer that a full record of it would give, and changes nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,28 @@ class TestIsland:
             [["tsk_t", 1]],
         )
         assert session.scalar(text(left)).total_seconds() == settings().lease_s
+
+    def test_island_with_many_devices_asks_for_a_slower_beat_and_gives_a_longer_lease(
+        self, session, running, sent, monkeypatch
+    ):
+        """A worker of an older version, which does not know a beat of its island, is told none."""
+        recorded = full_records(monkeypatch)
+        monkeypatch.setenv("ROUNDHOUSE_ISLAND_BEATS_PER_S", "0.1")
+        settings.cache_clear()
+        running.paced_s = -math.inf
+        for is_paced, beat_us in ((True, 10_000_000), (False, None)):
+            facts = {"paced": True} if is_paced else {}
+            for step in (3, 4):  # the first one with other facts is recorded in full
+                said = alive(residents=[running_view(step=step)], **facts)
+                say(running, said)
+                _, answer = answers(sent)[-1]
+                assert (answer["lease_us"], answer.get("beat_us")) == (34_000_000, beat_us)
+            assert recorded.pop().facts.get("paced", False) == is_paced
+            assert not recorded
+        [(left, lease_us)] = session.execute(
+            text("select lease_until - now(), lease_us from devices")
+        )
+        assert (left.total_seconds(), lease_us) == (34, 34_000_000)
 
     def test_progress_is_written_and_charged_once(self, session, running, monkeypatch):
         recorded = full_records(monkeypatch)

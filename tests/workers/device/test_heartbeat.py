@@ -66,6 +66,27 @@ def test_events_that_follow_at_once_are_reported_together():
     assert rhythm.due_us(10_000_000) == 10_300_000 + int(CHATTER_S * 1e6)
 
 
+def test_device_reports_at_random_times_within_a_slower_beat_of_its_island():
+    rhythm, found = Rhythm(2_000_000), []
+    rhythm.set_pace(26_000_000)
+    for _ in range(100):
+        rhythm.reported(10_000_000)
+        found.append(rhythm.due_us(10_000_000) - 10_000_000)
+    assert 13_000_000 <= min(found) < 16_000_000 < 23_000_000 < max(found) <= 26_000_000
+    assert rhythm.due_us(9_000_000) == 16_500_000  # the last one was not answered: sooner
+    rhythm.set_pace(26_000_000)
+    assert rhythm.due_us(10_000_000) - 10_000_000 == found[-1]  # told again: as it was
+
+
+@pytest.mark.parametrize("told_us", [0, 1_000_000])
+def test_device_never_reports_less_often_than_it_would_by_itself(told_us):
+    rhythm = Rhythm(2_000_000)
+    rhythm.set_pace(26_000_000)
+    rhythm.reported(10_000_000)
+    rhythm.set_pace(told_us)
+    assert rhythm.due_us(10_000_000) == rhythm.due_us(9_000_000) == 12_000_000
+
+
 class Line:
     """A transport that can be down, and that blocks until it is let go."""
 

@@ -52,6 +52,7 @@ class AnswerDesk:
             return
         self.stays.give(AnswerCame(answer=answer))
         self.watchdog.limit_s = answer.lease_us / 1e6
+        self.rhythm.set_pace(answer.beat_us)
         self.reports.forget_hung()
         self.health.check(answer.check)
         self.reports.environments.told(answer.environments)

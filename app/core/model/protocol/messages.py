@@ -487,6 +487,9 @@ class Answer:
     # Locks of all packages that the host is to have ready, the next one first. A device with the
     # fact "builds" gets them.
     environments: list[str] = field(default_factory=list)
+    # The device reports again within this time; 0: within its own beat. A device with the fact
+    # "paced" gets it.
+    beat_us: int = 0
 
 
 def about_secrets(task: str, epoch: int, device: str) -> str:

@@ -219,6 +219,7 @@ _FACTS = _object(
         "clock_began_s": _is_count,
         "splice": lambda value: isinstance(value, bool),
         "image_key": lambda value: isinstance(value, bool),
+        "paced": lambda value: isinstance(value, bool),
         "user": lambda value: isinstance(value, bool),
         "ranks_apart": lambda value: isinstance(value, bool),
         "held_bytes": _by_name(is_id, lambda pair: _each(_is_count)(pair) and len(pair) == 2),

@@ -20,6 +20,7 @@ from app.db import transactions
 from app.db.guarded_connection import refusal
 from app.db.models import Device, Host, LogLine, Task
 from app.scheduling import guest_placements, launch_order
+from app.scheduling.island_pace import pace_of, told_us
 from app.scheduling.journal import (
     device_rows,
     idle_tasks,
@@ -164,7 +165,7 @@ def _record(
             device=device.id,
             incarnation=alive.incarnation,
             sent_us=alive.sent_us,
-            lease_us=int(settings().lease_s * 1e6),
+            lease_us=pace_of(session).lease_us,
             grace_us=device.grace_us,
             heard=heard,
             logged=store_logs(session, house, alive.logs),
@@ -177,6 +178,7 @@ def _record(
             mounts=_unknown(alive.facts.get("mounts"), believed.mounts.get(FOLDER, {})),
             images=_unknown(alive.facts.get("images"), believed.mounts.get(IMAGE, {})),
             environments=ahead[device.island].asked_of(device),
+            beat_us=told_us(pace_of(session), alive.facts),
         )
         return answer, changed
 
@@ -218,8 +220,8 @@ def _heard(session: Session, alive: Alive, believed: LockedRows) -> Device | Non
     device.heard_us = alive.sent_us
     device.seen_at = now
     is_leaving = bool(alive.facts.get("leaving"))
-    lease_s = 0.0 if is_leaving else settings().lease_s
-    device.lease_until = now + timedelta(seconds=lease_s)
+    device.lease_us = 0 if is_leaving else pace_of(session).lease_us
+    device.lease_until = now + timedelta(microseconds=device.lease_us)
     device.grace_us = 0 if is_leaving else min(alive.grace_us, int(settings().step_grace_s * 1e6))
     device.kind = alive.facts["kind"]
     device.threads = int(alive.facts.get("threads", 1))

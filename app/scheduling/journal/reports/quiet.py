@@ -9,7 +9,6 @@ that are to be moved there. The heartbeat of such a device is recorded in full i
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import text
@@ -22,8 +21,8 @@ from app.core.scheduling.rounds import quiet_heartbeats
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport, Beat
 from app.data import mounts
 from app.scheduling import ledger
+from app.scheduling.island_pace import pace_of
 from app.scheduling.journal.device_rows import DeviceRows
-from app.settings import settings
 
 
 def report_to_remember(
@@ -84,7 +83,7 @@ def renew(
         "sent": [beat.sent_us for beat, _ in asked],
         "txids": [report.txid for _, report in asked],
         "held": [report.held for _, report in asked],
-        "lease": timedelta(seconds=settings().lease_s),
+        "lease_us": pace_of(session).lease_us,
     }
     return {id: txid for id, txid in session.execute(_RENEW, values)} if asked else {}
 
@@ -128,8 +127,8 @@ _RENEW = text(
             and not exists (select from tasks where move_to = devices.id)
         order by devices.id for no key update of devices
     )
-    update devices set lease_until = now() + cast(:lease as interval), heard_us = same.sent_us,
-        seen_at = now()
+    update devices set lease_until = now() + make_interval(secs => cast(:lease_us as float8) / 1e6),
+        lease_us = :lease_us, heard_us = same.sent_us, seen_at = now()
     from same where devices.id = same.id
     returning devices.id, cast(devices.txid as text)
     """

@@ -1,0 +1,50 @@
+"""Reads the pace of an island (`core.scheduling.rounds.pace`), and keeps it for a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app.core.scheduling.rounds.pace import Pace, pace_for
+from app.db.models import Device
+from app.settings import settings
+
+#: A device counts so long after its lease, since all leases end while an island has no leader.
+COUNTS_FOR = timedelta(minutes=10)
+
+
+def look_up(session: Session, island: str) -> Pace:
+    """Return the pace for the devices that the island had lately."""
+    lately = Device.lease_until > func.now() - COUNTS_FOR
+    query = select(func.count(Device.id)).where(Device.island == island, lately)
+    return _pace_for(session.scalar(query) or 0)
+
+
+def it_is(session: Session, pace: Pace) -> None:
+    """Let this transaction lease devices at this pace."""
+    session.info["pace"] = pace
+
+
+def pace_of(session: Session) -> Pace:
+    """Return the pace of this transaction; that of few devices if nothing was said."""
+    pace: Pace | None = session.info.get("pace")
+    return _pace_for(0) if pace is None else pace
+
+
+def told_us(pace: Pace, facts: Mapping[str, Any]) -> int:
+    """Return the beat that an answer tells a device with these facts; 0: its own beat will do."""
+    return pace.beat_us if facts.get("paced") and pace.beat_s > settings().beat_s else 0
+
+
+def _pace_for(devices: int) -> Pace:
+    ours = settings()
+    return pace_for(
+        devices,
+        beat_s=ours.beat_s,
+        lease_s=ours.lease_s,
+        beats_a_second=ours.island_beats_per_s,
+    )
