@@ -259,8 +259,8 @@ def test_every_column_set_by_an_administrator_is_watched():
     others = {
         "id", "created_at", "version", "txid", "updated_at", "task_type", "kind", "island", "host",
         "secret_sha256", "last_used_at", "threads", "memory_bytes", "incarnation", "heard_us",
-        "lease_until", "grace_us", "seen_at", "facts", "secret", "old_secret", "old_secret_until",
-        "links", "enrolled_at", "health", "encrypted", "key_id",
+        "lease_until", "lease_us", "grace_us", "seen_at", "facts", "secret", "old_secret",
+        "old_secret_until", "links", "enrolled_at", "health", "encrypted", "key_id",
     }  # fmt: skip
     for model, watched in audit.WATCHED.items():
         names = {column.key for column in model.__table__.columns}
