@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.core.scheduling.rounds.pace import Pace, pace_for
+from app.core.scheduling.rounds.pace import HeartbeatPace, pace_for
 from app.db.models import Device
 from app.settings import settings
 
@@ -17,30 +17,30 @@ from app.settings import settings
 COUNTS_FOR = timedelta(minutes=10)
 
 
-def look_up(session: Session, island: str) -> Pace:
+def look_up(session: Session, island: str) -> HeartbeatPace:
     """Return the pace for the devices that the island had lately."""
     lately = Device.lease_until > func.now() - COUNTS_FOR
     query = select(func.count(Device.id)).where(Device.island == island, lately)
     return _pace_for(session.scalar(query) or 0)
 
 
-def it_is(session: Session, pace: Pace) -> None:
+def it_is(session: Session, pace: HeartbeatPace) -> None:
     """Let this transaction lease devices at this pace."""
     session.info["pace"] = pace
 
 
-def pace_of(session: Session) -> Pace:
+def pace_of(session: Session) -> HeartbeatPace:
     """Return the pace of this transaction; that of few devices if nothing was said."""
-    pace: Pace | None = session.info.get("pace")
+    pace: HeartbeatPace | None = session.info.get("pace")
     return _pace_for(0) if pace is None else pace
 
 
-def told_us(pace: Pace, facts: Mapping[str, Any]) -> int:
+def told_us(pace: HeartbeatPace, facts: Mapping[str, Any]) -> int:
     """Return the beat that an answer tells a device with these facts; 0: its own beat will do."""
     return pace.beat_us if facts.get("paced") and pace.beat_s > settings().beat_s else 0
 
 
-def _pace_for(devices: int) -> Pace:
+def _pace_for(devices: int) -> HeartbeatPace:
     ours = settings()
     return pace_for(
         devices,

@@ -32,7 +32,7 @@ from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
 from app.core.scheduling.rounds.heartbeat_backlog import HeartbeatBacklog, launches_wait
 from app.core.scheduling.rounds.heartbeat_news import HeartbeatNews
-from app.core.scheduling.rounds.pace import Pace
+from app.core.scheduling.rounds.pace import HeartbeatPace
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
 from app.core.scheduling.rounds.unopened_heartbeats import UnopenedHeartbeats
 from app.core.scheduling.sharing.time_sharing import shares
@@ -98,7 +98,8 @@ class Scheduler(Loop):
         self.planned_s = 0.0  # start of the last plan, or part of one, by the monotonic clock
         self.due_s = 0.0  # when time alone may change the plan, by the monotonic clock
         self.resend_s = 0.0  # when to look for orders to resend, by the monotonic clock
-        self.pace, self.paced_s = Pace(beat_s=0.0, lease_s=0.0), -math.inf  # and when it was set
+        self.pace = HeartbeatPace(beat_s=0.0, lease_s=0.0)  # until the first round
+        self.paced_s = -math.inf  # when the pace was set, by the monotonic clock
         self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
 
     def receive(self, sealed: str) -> bool:

@@ -28,7 +28,7 @@ from app.core.model.protocol.messages import (
 )
 from app.core.model.provisions.mounts import digest
 from app.core.model.snapshot import Plan, PlanDecision
-from app.core.scheduling.rounds.pace import Pace
+from app.core.scheduling.rounds.pace import HeartbeatPace
 from app.db import transactions
 from app.db.models import (
     Account,
@@ -623,7 +623,7 @@ class TestUnheard:
     def test_device_of_a_large_island_is_charged_until_its_longer_lease_ended(
         self, session, running
     ):
-        island_pace.it_is(session, Pace(beat_s=26.0, lease_s=82.0))
+        island_pace.it_is(session, HeartbeatPace(beat_s=26.0, lease_s=82.0))
         hear(session, residents=[view(running, "running")])
         row = session.get_one(Device, "h.0")
         row.seen_at -= timedelta(hours=1)

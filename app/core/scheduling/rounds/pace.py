@@ -16,7 +16,7 @@ DELAYS_A_LEASE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class HeartbeatPace:
     """Tells in which time a device reports again, and how long its lease is, in seconds."""
 
     beat_s: float
@@ -31,7 +31,9 @@ class Pace:
         return int(self.lease_s * 1e6)
 
 
-def pace_for(devices: int, *, beat_s: float, lease_s: float, beats_a_second: float) -> Pace:
+def pace_for(
+    devices: int, *, beat_s: float, lease_s: float, beats_a_second: float
+) -> HeartbeatPace:
     """Return the pace at which so many devices send at most `beats_a_second` heartbeats.
 
     `beat_s` and `lease_s` are those of few devices. A slower beat is a multiple of `beat_s`, so
@@ -39,4 +41,4 @@ def pace_for(devices: int, *, beat_s: float, lease_s: float, beats_a_second: flo
     """
     times = max(1, math.ceil(devices / (beats_a_second * beat_s)))
     delay_s = (times - 1) * beat_s
-    return Pace(beat_s=beat_s + delay_s, lease_s=lease_s + DELAYS_A_LEASE * delay_s)
+    return HeartbeatPace(beat_s=beat_s + delay_s, lease_s=lease_s + DELAYS_A_LEASE * delay_s)

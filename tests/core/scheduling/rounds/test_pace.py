@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.scheduling.rounds.pace import Pace, pace_for
+from app.core.scheduling.rounds.pace import HeartbeatPace, pace_for
 
 FEW = {"beat_s": 2.0, "lease_s": 10.0}
 
@@ -19,7 +19,7 @@ def test_many_devices_report_less_often_and_have_longer_leases(
     devices: int, beat_s: float, lease_s: float
 ) -> None:
     found = pace_for(devices, **FEW, beats_a_second=400.0)
-    assert found == Pace(beat_s=beat_s, lease_s=lease_s)
+    assert found == HeartbeatPace(beat_s=beat_s, lease_s=lease_s)
     assert (found.beat_us, found.lease_us) == (beat_s * 1_000_000, lease_s * 1_000_000)
 
 
