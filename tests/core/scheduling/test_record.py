@@ -97,7 +97,7 @@ def _stored(drawn: Snapshot, dice: random.Random) -> Snapshot:
     [
         (80, _as_drawn),
         (40, _nobody_used_anything),
-        (40, _without_turns),
+        (100, _without_turns),
         (20, _crowded),
         (20, _stored),
     ],
@@ -121,7 +121,7 @@ def test_recorded_round_gives_the_same_decisions_again(
             cycle(shop.board, lift=False)
             shop.obey(plan)
             shop.later(0.5 * (n % 2))
-    assert compared >= seeds / 10
+    assert compared >= seeds / 5
     assert left_out > compared  # it is not all that there was
 
 
