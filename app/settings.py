@@ -51,6 +51,25 @@ def _hosts(listed: str) -> str:
     return listed
 
 
+def _devices(listed: str) -> str:
+    names = [name for name, _ in map(_one_device, filter(None, listed.split(",")))]
+    if len({name.rpartition(".")[0] for name in names}) > 1:
+        raise ValueError(f"must be devices of one host; got {listed!r}")
+    if len({*names}) < len(names):
+        raise ValueError(f"must name each device once; got {listed!r}")
+    return listed
+
+
+def _one_device(told: str) -> tuple[str, tuple[str, str]]:
+    """Return the device's id, and its kind and which of this kind it is."""
+    found = re.fullmatch(
+        r"([A-Za-z0-9][A-Za-z0-9._-]*\.\d+)(?:=([a-z][a-z0-9_]*)(?::(\S+))?)?", told
+    )
+    if found is None:
+        raise ValueError(f"must be devices like host-b.0=cuda:GPU-5b3f6c1e; got {told!r}")
+    return found[1], (found[2] or "cpu", found[3] or "")
+
+
 def _destinations(listed: str) -> str:
     for written in filter(None, listed.split(",")):
         destination(written)
@@ -191,7 +210,10 @@ class Settings(BaseSettings):
     step_grace_s: float = Field(60.0, ge=0, allow_inf_nan=False)
 
     # a device worker
-    device: str = ""  # "<host>.<n>"
+    # the devices of this host that it serves, between commas: "<host>.<n>=<kind>:<which>", where
+    # kind and which are as below; one without a kind is a CPU device
+    devices: Annotated[str, AfterValidator(_devices)] = ""
+    device: str = ""  # "<host>.<n>", if it serves one; `device_kind` and `accelerator` belong to it
     # its island's public key, or a file with it; default: home/islands/<island>.pub
     island_public_key: str = ""
     device_kind: str = "cpu"  # the kind of device, as torch names it
@@ -246,6 +268,17 @@ class Settings(BaseSettings):
     sandbox: Mode = "required"
 
     @property
+    def each_device(self) -> list[Settings]:
+        """The settings of each device that this worker serves."""
+        if not self.devices:
+            return [self] if self.device else []
+        told = [_one_device(one) for one in filter(None, self.devices.split(","))]
+        return [
+            self.model_copy(update={"device": id, "device_kind": kind, "accelerator": which})
+            for id, (kind, which) in told
+        ]
+
+    @property
     def island_key_file(self) -> Path:
         return self.island_key or self.home / "islands" / f"{self.island}.key"
 
@@ -257,6 +290,11 @@ class Settings(BaseSettings):
     def host_key_file(self) -> Path:
         """The file with the private key by which this host's devices sign."""
         return self.home / "run" / "signing.key"
+
+    @property
+    def host_file(self) -> Path:
+        """The file in which the worker of this host writes the devices that it serves."""
+        return self.home / "run" / "host.json"
 
     @property
     def its_island_key(self) -> str:

@@ -234,7 +234,7 @@ class Chaos:
     def _stop(self, kind: str) -> bool:
         name = self._device() if kind == "stop device" else "island"
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self.system.handle.pids()[name])
+            process = psutil.Process(self.system.handle.pids()[self.system.handle.process_of(name)])
             process.suspend()
             self.stopped.append(threading.Timer(STOPPED_S[kind], _go_on, [process]))
             self.stopped[-1].start()

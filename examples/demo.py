@@ -1,4 +1,5 @@
-"""Three tenants share two devices: real training, one `kill -9`, and a judgment at the end.
+"""Three tenants share the two devices of a host: real training, one `kill -9` of its worker, and a
+judgment at the end.
 
 When all jobs are done, a job of four ranks gets both devices, until another job comes.
 
@@ -47,7 +48,7 @@ KILL_AFTER_S = 25.0
 LEAST_WINDOW_S = 45.0  # in a shorter window the shares would prove little
 GIVE_UP_S = 270.0  # five minutes are promised
 LOOK_S = 1.0
-KILLED = "device.1"
+KILLED = "device.1"  # stands for the worker of its host
 RANKS = 4  # of the last job
 # steps of the last job per step of a digits job: on one device it takes 15 to 40 s
 RANKS_STEPS = 2.3
@@ -181,10 +182,11 @@ class Demo(Session):
         return sample
 
     def _kill(self, view: View, at_s: float) -> None:
-        device = self.system.facts["devices"][int(KILLED.split(".")[1])]
+        devices = self.system.facts["devices"]
         pid = self.system.kill(KILLED)
-        self.kill = Kill(device=device, at=datetime.now(UTC))
-        view.note(at_s, f"kill -9 {pid}: that was the worker of {device}, and all it held")
+        self.kill = Kill(devices=devices, at=datetime.now(UTC))
+        told = " and ".join(devices)
+        view.note(at_s, f"kill -9 {pid}: that was the worker of {told}, and all it held")
         again = self.system.wait_restarted(KILLED, pid)
         view.note(at_s, f"it was started again, as process {again}")
 
@@ -196,7 +198,7 @@ class Demo(Session):
         for life in lives:
             if life.task["state"] != "done":
                 self.console.print(why(life), markup=False, soft_wrap=True)
-        kill = self.kill or Kill(device="nothing", at=datetime.now(UTC))
+        kill = self.kill or Kill(devices=["nothing"], at=datetime.now(UTC))
         spliced = next(life for life in lives if life.task["name"] == "ddp-1")
         chosen = judge.most_disturbed([life for life in lives if life is not spliced])
         self.console.print(f"now {chosen.name} once more, alone, to compare the bits")

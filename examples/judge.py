@@ -27,9 +27,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A device worker got `kill -9` at `at`."""
+    """The worker of these devices got `kill -9` at `at`."""
 
-    device: str
+    devices: Sequence[str]
     at: datetime
 
 
@@ -141,7 +141,7 @@ def pauses_lose_nothing(lives: Sequence[Life], kill: Kill | None) -> Verdict:
 
 
 def kill_costs_little(lives: Sequence[Life], kill: Kill) -> Verdict:
-    """Jobs on the killed device must go on from their newest checkpoint or from something newer."""
+    """Jobs on the devices must go on from their newest checkpoint or from something newer."""
     struck = [
         (life, before, after)
         for life in lives
@@ -155,7 +155,8 @@ def kill_costs_little(lives: Sequence[Life], kill: Kill) -> Verdict:
     ]
     lost = sum(_lost(before, after) for _, before, after in struck)
     return Verdict(
-        promise=f"kill -9 of {kill.device} costs at most the steps since the last checkpoint",
+        promise=f"kill -9 of the worker of {' and '.join(kill.devices)} costs at most the steps"
+        " since the last checkpoint",
         held=not worse and bool(struck),
         numbers=", ".join(worse) or f"{len(struck)} jobs hit, {lost} steps run again",
     )
@@ -204,12 +205,11 @@ def _lost(before: JSON, after: JSON) -> int:
 
 
 def _struck(before: JSON, after: JSON, kill: Kill | None) -> bool:
-    """True if the kill hit a task's device between the launches of these two placements."""
+    """True if the kill hit a task between the launches of these two placements."""
     if kill is None:
         return False
-    return before["device_id"] == kill.device and _when(before["launched_at"]) <= kill.at <= _when(
-        after["launched_at"]
-    )
+    launched, again = _when(before["launched_at"]), _when(after["launched_at"])
+    return before["device_id"] in kill.devices and launched <= kill.at <= again
 
 
 def _newest_step(life: Life, kill: Kill) -> int:

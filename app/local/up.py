@@ -97,6 +97,15 @@ class WantedSystem:
         count = len(self.devices)
         return [f"{hosts[n * self.hosts // count]}.{n}" for n in range(count)]
 
+    @property
+    def host_workers(self) -> list[str]:
+        """The processes that serve the devices, one for each host."""
+        return list(dict.fromkeys(map(self.worker_of, self.device_names)))
+
+    def worker_of(self, device: str) -> str:
+        """Return the name of the process that serves a device."""
+        return f"host.{device.rpartition('.')[0]}"
+
 
 # --- running the system ---------------------------------------------------------------------------
 
@@ -152,7 +161,7 @@ def _start(wanted: WantedSystem, state: _State, port: int) -> None:
     # 3. Start our processes. At the end, devices stop first, so that the island still hears which
     # tasks they paused.
     supervisor.start(_api(wanted, env, port), *_schedulers(wanted, env))
-    supervisor.start(*(_device(env, wanted, n) for n in range(len(wanted.devices))))
+    supervisor.start(*(_host(env, wanted, name) for name in wanted.host_workers))
     why = f"{state.url}/readyz and {supervisor.logs} say why"
     supervisor.wait_until(
         lambda: answers(state.url, "/readyz" if wanted.devices else "/livez"),
@@ -267,20 +276,21 @@ def _schedulers(wanted: WantedSystem, env: Env) -> list[Spec]:
 _PASSWORDS = {"DATABASE_URL", "ROUNDHOUSE_OIDC_CLIENT_SECRET", "ROUNDHOUSE_SECRETS_KEY"}
 
 
-def _device(env: Env, wanted: WantedSystem, n: int) -> Spec:
-    device, asked = wanted.device_names[n], wanted.devices[n]
+def _host(env: Env, wanted: WantedSystem, name: str) -> Spec:
+    """Return the worker of a host, which serves all devices of the host."""
+    served = [
+        (device, asked)
+        for device, asked in zip(wanted.device_names, wanted.devices, strict=True)
+        if wanted.worker_of(device) == name
+    ]
     without_password = {k: v for k, v in env.items() if k not in _PASSWORDS}
+    told = ",".join(f"{device}={asked}" for device, asked in served)
     return _celery(
-        f"device.{n}",
+        name,
         "workers.device.worker",
-        f"device.{device}",
+        ",".join(f"device.{device}" for device, _ in served),
         wanted,
-        {
-            **without_password,
-            "ROUNDHOUSE_DEVICE": device,
-            "ROUNDHOUSE_DEVICE_KIND": asked.kind,
-            "ROUNDHOUSE_ACCELERATOR": asked.which,
-        },
+        {**without_password, "ROUNDHOUSE_DEVICES": told},
         grace_s=DEVICE_GRACE_S,
     )
 
@@ -434,10 +444,20 @@ class Handle:
         return {"ROUNDHOUSE_ISLAND_PUBLIC_KEY": its_island.public}
 
     def kill(self, name: str) -> int:
-        """Kill a process with SIGKILL; returns its process id."""
-        pid = self.pids()[name]
+        """Kill a process with SIGKILL; returns its process id.
+
+        The name "device.N" stands for the worker that serves the device of this number.
+        """
+        pid = self.pids()[self.process_of(name)]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def process_of(self, name: str) -> str:
+        """Return the name in up.json of the process that serves "device.N"; other names stay."""
+        kind, _, number = name.partition(".")
+        if kind != "device":
+            return name
+        return self.wanted.worker_of(self.wanted.device_names[int(number)])
 
     def wait_ready(self, timeout_s: float = HANDLE_TIMEOUT_S) -> None:
         """Wait until the API says that it is ready and each device is up; raises CannotStart."""
@@ -452,7 +472,7 @@ class Handle:
 
     def wait_restarted(self, name: str, old_pid: int, timeout_s: float = HANDLE_TIMEOUT_S) -> int:
         """Wait for another process of this name; returns its id."""
-        until_s = time.monotonic() + timeout_s
+        until_s, name = time.monotonic() + timeout_s, self.process_of(name)
         while (pid := self.pids().get(name, old_pid)) == old_pid:
             if time.monotonic() > until_s:
                 raise TimeoutError(f"{name} was not started again within {timeout_s} s")

@@ -30,6 +30,7 @@ from app.storage.signing import HEARTBEAT, NEWS, BadSignature
 SIGNS_AFTER_S = 5.0
 USUAL_BEAT_S = 2.0
 
+_DEVICE, _NEWS = '{"device":"', '","news":['  # as they stand in news
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 
 
@@ -47,6 +48,15 @@ def claimed_process(text: str) -> str:
     key, _, sealed = text.partition("\n")
     head, found, _ = sealed.partition("\n")[2].partition(_SENT_US)
     return f"{key}\n{head}" if found else text
+
+
+def claimed_device(text: str) -> str:
+    """Return the device for which sealed news claims to be; "" for a text that names none.
+
+    Nothing is checked or parsed.
+    """
+    head, found, _ = text.partition("\n")[2].partition("\n")[2].partition(_NEWS)
+    return head.removeprefix(_DEVICE) if found else ""
 
 
 def opened_body(keys: MessageKeys, text: str, *, hosts: Container[str]) -> tuple[str, JSON]:

@@ -1,10 +1,9 @@
 #!/bin/bash
-# Runs the device worker of one task of a Slurm step: device_worker.sh NAME. A worker that ends by
-# itself is started again. The end of standard input, TERM or INT makes it drain, and ends this.
+# Runs the device worker of one node of a Slurm step: device_worker.sh NAME CPUS. A worker that ends
+# by itself is started again. The end of standard input, TERM or INT makes it drain, and ends this.
 set -u
 
 host=$1-$SLURM_NODEID
-export ROUNDHOUSE_DEVICE=$host.$SLURM_LOCALID
 export ROUNDHOUSE_DRAIN_S=${ROUNDHOUSE_DRAIN_S:-150} # within the seconds of --signal
 
 # The key of the host lies in the shared home, everything else on the node's own disk.
@@ -18,16 +17,22 @@ mkdir -p "$ROUNDHOUSE_HOME/run"
 if ! cmp -s "$key" "$ROUNDHOUSE_HOME/run/signing.key"; then
     draft=$(mktemp "$ROUNDHOUSE_HOME/run/signing.key.XXXXXX")
     cp "$key" "$draft" || exit 1
-    mv "$draft" "$ROUNDHOUSE_HOME/run/signing.key" # at once: other tasks of the node do the same
+    mv "$draft" "$ROUNDHOUSE_HOME/run/signing.key"
 fi
 
-# Of the GPUs that the step has on this node, the one with this task's number.
+# The devices of this node: all GPUs that the step has here, numbered in the order of Slurm's list, so
+# that the next job has the same names; else so many CPU devices.
 IFS=, read -ra gpus <<<"${SLURM_STEP_GPUS:-${SLURM_JOB_GPUS:-}}"
-if [ "${#gpus[@]}" -gt 0 ]; then
-    export ROUNDHOUSE_DEVICE_KIND=${ROUNDHOUSE_DEVICE_KIND:-cuda}
-    export ROUNDHOUSE_ACCELERATOR=${gpus[SLURM_LOCALID]:?this node has more tasks than GPUs}
-    unset CUDA_VISIBLE_DEVICES
-fi
+devices='' queues='' count=0
+add() {
+    devices+=${devices:+,}$host.$count=$1
+    queues+=${queues:+,}device.$host.$count
+    count=$((count + 1))
+}
+for gpu in "${gpus[@]}"; do add "${ROUNDHOUSE_DEVICE_KIND:-cuda}:$gpu"; done
+[ "$count" -gt 0 ] || for ((n = 0; n < $2; n++)); do add cpu; done
+export ROUNDHOUSE_DEVICES=$devices
+unset CUDA_VISIBLE_DEVICES
 
 worker='' is_stopping=''
 stop() {
@@ -39,7 +44,7 @@ trap stop TERM INT
 
 until [ -n "$is_stopping" ]; do
     celery -A workers.device.worker worker --pool threads -c 2 \
-        -Q "device.$ROUNDHOUSE_DEVICE" -n "device.$ROUNDHOUSE_DEVICE@%h" -l WARNING </dev/null &
+        -Q "$queues" -n "host.$host@%h" -l WARNING </dev/null &
     worker=$!
     [ -z "$is_stopping" ] || stop
     while kill -0 "$worker" 2>/dev/null; do wait "$worker"; done

@@ -191,7 +191,9 @@ class System:
         client.wait_until(id, steps)
 
     def kill(self, victim: str) -> None:
-        """Send `kill -9` to a process of the system, by its name in up.json, or to a "resident"."""
+        """Send `kill -9` to a process of the system, by its name in up.json, to the worker of the
+        device "device.N", or to a "resident".
+        """
         if victim == "resident":
             assert self.until(self._kill_resident)
             return
@@ -226,18 +228,20 @@ class System:
     def zygotes(self) -> list[psutil.Process]:
         return [each for each in self.of_devices() if runs(each, "workers.zygote")]
 
+    def workers(self) -> list[int]:
+        """Return the processes that serve the devices, one for each host."""
+        return [pid for name, pid in self.handle.pids().items() if name.startswith("host.")]
+
     def of_devices(self) -> list[psutil.Process]:
         """Return the processes that the device workers started: zygotes, and proxies of tasks."""
-        devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
         found = []
-        for pid in devices:
+        for pid in self.workers():
             found += children(pid)  # none while it is being started again
         return found
 
     def holders_of(self, name: str) -> list[str]:
         """Return processes of the device workers that have this shared memory open or mapped."""
-        devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
-        below = [p for pid in devices for p in children(pid, recursive=True)]
+        below = [p for pid in self.workers() for p in children(pid, recursive=True)]
         found = []
         for process in below:
             with contextlib.suppress(OSError, psutil.NoSuchProcess):

@@ -76,7 +76,7 @@ def test_gang_with_an_accelerator_for_each_rank_is_paused_and_resumed(accelerato
     accelerators.check_ledger()
 
 
-def test_gang_whose_lent_accelerator_is_lost_goes_on_from_its_checkpoint(accelerators, undisturbed):
+def test_gang_goes_on_from_its_checkpoint_after_its_worker_is_killed(accelerators, undisturbed):
     client = accelerators.client("alpha")
     with accelerators.gate() as gate:
         id = train(client, "loses", gate=gate, retry={"max": 2}, devices=SIM)

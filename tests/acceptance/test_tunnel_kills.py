@@ -43,7 +43,7 @@ def inner_ends(system):
 
 def sockets(system, name):
     """Return how many sockets a process of the system has."""
-    folder = f"/proc/{system.handle.pids()[name]}/fd"
+    folder = f"/proc/{system.handle.pids()[system.handle.process_of(name)]}/fd"
     count = 0
     for fd in os.listdir(folder):
         with contextlib.suppress(OSError):

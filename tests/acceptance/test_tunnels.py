@@ -35,7 +35,7 @@ class Terminal:
         env = {**os.environ, "ROUNDHOUSE_URL": system.url, "TERM": "xterm"}
         env["ROUNDHOUSE_KEY"] = system.keys[tenant]["member"]
         self.master, slave = pty.openpty()
-        self.resize(40, 120)
+        self.resize(40, 160)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "app.cli.main", *words],
             stdin=slave,

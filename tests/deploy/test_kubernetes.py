@@ -28,7 +28,7 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ["1.33", "1.37"]  # the oldest that takes all fields in use, and the newest
 OVERLAYS = ["cpu", "cuda"]
 DRAIN = "ROUNDHOUSE_DRAIN_S"
-COMPOSED = services({"POSTGRES_PASSWORD": "secret"})["device-0"]
+COMPOSED = services({"POSTGRES_PASSWORD": "secret"})["host"]
 
 
 def read(file: Path) -> list[JSON]:
@@ -133,18 +133,17 @@ def test_every_setting_of_a_device_worker_exists(overlay):
         str(field.validation_alias or f"ROUNDHOUSE_{name}").upper()
         for name, field in Settings.model_fields.items()
     }
-    set_ = environment(overlay).keys() - {"POD_NAME", "QUEUE"}
+    set_ = environment(overlay).keys() - {"POD_NAME"}
     assert set_ <= names | {"ROUNDHOUSE_SECRETS"}
     assert not set_ & {"DATABASE_URL", "REDIS_URL", "ROUNDHOUSE_ISLAND_KEY"}
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_device_worker_runs_the_command_of_the_compose_file_with_its_own_names(overlay):
+@pytest.mark.parametrize(("overlay", "devices"), [("cpu", ["--cpus", "1"]), ("cuda", [])])
+def test_device_worker_runs_the_command_of_the_compose_file_with_its_own_names(overlay, devices):
     variables, its = environment(overlay), container(overlay)
-    [*_, composed] = shlex.split(COMPOSED["command"])
-    expected = composed.removeprefix("exec ").replace("$$QUEUE", "device.host-3.0").split()
-    assert [expanded(word, variables) for word in its["command"] + its["args"]] == expected
-    assert variables["ROUNDHOUSE_DEVICE"] == "host-3.0"
+    words = [expanded(word, variables) for word in its["command"] + its.get("args", [])]
+    assert words == ["roundhouse", "worker", "--host", "host-3", *devices]
+    assert words[:3] == COMPOSED["command"][:3]
     assert its["image"] == COMPOSED["image"]
 
 
@@ -196,23 +195,22 @@ def test_pod_has_more_time_to_drain_than_the_container_of_the_compose_file(overl
 def test_probe_asks_the_health_check_of_the_compose_file(probe):
     own = container("cpu")[probe]
     [*shell, command] = own["exec"]["command"]
-    composed = COMPOSED["healthcheck"]["test"][1].replace("$$", "$")
     asked = [word for word in shlex.split(command) if word not in ("exec", "--alive")]
     assert shell == ["sh", "-c"]
-    assert asked == shlex.split(composed)
+    assert ["CMD", *asked] == COMPOSED["healthcheck"]["test"]
     assert ("--alive" in command) == (probe == "livenessProbe")
     assert importlib.util.find_spec(asked[asked.index("-m") + 1])
     assert own["timeoutSeconds"] > 5  # the time that the check gives Redis
 
 
-def test_gpu_is_that_of_the_device_plugin_and_images_fit_the_memory_of_the_pod():
+def test_pod_has_all_gpus_of_a_node_and_images_of_each_fit_its_memory():
     limits, variables = container("cuda")["resources"]["limits"], environment("cuda")
-    assert limits["nvidia.com/gpu"] == "1"
-    assert variables["ROUNDHOUSE_DEVICE_KIND"] == "cuda"
+    gpus = int(limits["nvidia.com/gpu"])
+    assert gpus == 8
     defaults = Settings.model_fields
     tasks = defaults["residents_max"].default * defaults["resident_overhead_bytes"].default
     room = int(limits["memory"].removesuffix("Gi")) * 2**30
-    assert int(variables["ROUNDHOUSE_HOST_MEMORY_BYTES"]) + tasks < room
+    assert gpus * (int(variables["ROUNDHOUSE_HOST_MEMORY_BYTES"]) + tasks) < room
     assert "nvidia.com/gpu" not in container("cpu")["resources"]["limits"]
 
 

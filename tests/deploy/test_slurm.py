@@ -35,7 +35,7 @@ def until(is_true):
 
 
 @contextlib.contextmanager
-def batch(home, path, *, tasks=1, env=None):
+def batch(home, path, *words, env=None):
     """Run the batch script as Slurm does in an allocation of one node; kill it in the end."""
     its = {
         **{name: value for name, value in os.environ.items() if name != "DATABASE_URL"},
@@ -44,12 +44,12 @@ def batch(home, path, *, tasks=1, env=None):
         "ROUNDHOUSE_HOME": str(home / "shared"),
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NAME": NAME,
-        "SLURM_NTASKS": str(tasks),
+        "SLURM_NTASKS": "1",
         "SLURM_SUBMIT_DIR": str(ROOT),
         **(env or {}),
     }
     process = subprocess.Popen(
-        ["bash", str(SCRIPT)], env=its, start_new_session=True, preexec_fn=_take_interrupts
+        ["bash", str(SCRIPT), *words], env=its, start_new_session=True, preexec_fn=_take_interrupts
     )
     try:
         yield process
@@ -77,72 +77,58 @@ def home(tmp_path):
 
 
 @contextlib.contextmanager
-def noted(home, *, tasks=1, env=None):
-    """Run the script; gives it and a function: number of a task -> what its worker noted."""
+def noted(home, *words, env=None):
+    """Run the script; gives it and a function that returns what the node's worker noted."""
 
-    def notes(n):
-        file = home / "notes" / f"{NAME}-0.{n}"
+    def notes():
+        file = home / "notes" / f"{NAME}-0"
         return file.read_text().splitlines() if file.exists() else []
 
-    with batch(home, STUBS, tasks=tasks, env={"NOTES": str(home / "notes"), **(env or {})}) as one:
+    with batch(home, STUBS, *words, env={"NOTES": str(home / "notes"), **(env or {})}) as one:
         yield one, notes
 
 
-def test_each_task_is_a_device_of_the_host_with_its_key_on_the_disk_of_the_node(home):
-    with noted(home, tasks=2) as (process, notes):
-        assert until(lambda: notes(0) and notes(1))
+def test_worker_of_a_node_serves_its_devices_with_the_key_on_the_disk_of_the_node(home):
+    with noted(home, "2") as (process, notes):
+        assert until(notes)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SETTLE_S) == 0
     own = home / f"roundhouse-{os.getuid()}" / f"{NAME}-0"
-    for n in range(2):
-        queue = f"device.{NAME}-0.{n}"
-        assert notes(n) == [
-            "args -A workers.device.worker worker --pool threads -c 2"
-            f" -Q {queue} -n {queue}@%h -l WARNING",
-            f"home {own}",
-            "key the key of the host",
-            "device   ",
-            "TERM",
-        ]
+    assert notes() == [
+        "args -A workers.device.worker worker --pool threads -c 2"
+        f" -Q device.{NAME}-0.0,device.{NAME}-0.1 -n host.{NAME}-0@%h -l WARNING",
+        f"home {own}",
+        "key the key of the host",
+        f"devices {NAME}-0.0=cpu,{NAME}-0.1=cpu ",
+        "TERM",
+    ]
     assert (own / "run" / "signing.key").stat().st_mode & 0o077 == 0
 
 
-def test_each_task_serves_its_own_gpu_of_those_that_the_step_has_on_the_node(home):
+def test_worker_serves_all_gpus_that_the_step_has_on_the_node(home):
     gpus = {"SLURM_JOB_GPUS": "0,1,2,5", "SLURM_STEP_GPUS": "2,5", "CUDA_VISIBLE_DEVICES": "0,1"}
-    with noted(home, tasks=2, env=gpus) as (process, notes):
-        assert until(lambda: notes(0) and notes(1))
+    with noted(home, env=gpus) as (process, notes):
+        assert until(notes)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SETTLE_S) == 0
-    assert [line for n in range(2) for line in notes(n) if "device " in line] == [
-        "device cuda 2 ",
-        "device cuda 5 ",
-    ]
-
-
-def test_task_without_a_gpu_of_its_own_ends_and_the_others_go_on(home):
-    with noted(home, tasks=2, env={"SLURM_JOB_GPUS": "3"}) as (process, notes):
-        assert until(lambda: notes(0))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SETTLE_S) == 1
-    assert notes(0)[-1] == "TERM"
-    assert notes(1) == []
+    assert f"devices {NAME}-0.0=cuda:2,{NAME}-0.1=cuda:5 " in notes()
 
 
 def test_worker_that_ends_by_itself_is_started_again_until_the_end(home):
     (home / "notes" / "crash").touch()
     with noted(home) as (process, notes):
-        assert until(lambda: sum("args" in line for line in notes(0)) == 2)
+        assert until(lambda: sum("args" in line for line in notes()) == 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SETTLE_S) == 0
-    assert notes(0)[-1] == "TERM"
+    assert notes()[-1] == "TERM"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_drain_when_the_batch_script_is_interrupted_or_killed(home, number):
     with noted(home) as (process, notes):
-        assert until(lambda: notes(0))
+        assert until(notes)
         process.send_signal(number)
-        assert until(lambda: notes(0)[-1] == "TERM")
+        assert until(lambda: notes()[-1] == "TERM")
         process.wait(SETTLE_S)
 
 
@@ -150,7 +136,7 @@ def test_without_a_key_no_worker_is_started(home):
     (home / "shared" / f"{NAME}-0" / "run" / "signing.key").unlink()
     with noted(home) as (process, notes):
         process.wait(SETTLE_S)
-    assert notes(0) == []
+    assert notes() == []
 
 
 def test_folder_of_another_account_is_refused(home):
@@ -160,7 +146,7 @@ def test_folder_of_another_account_is_refused(home):
     os.chown(home / "roundhouse-0", 12345, 12345)
     with noted(home) as (process, notes):
         assert process.wait(SETTLE_S) == 1
-    assert notes(0) == []
+    assert notes() == []
 
 
 def test_link_is_refused_though_it_leads_to_a_folder_of_our_own(home):
@@ -169,7 +155,7 @@ def test_link_is_refused_though_it_leads_to_a_folder_of_our_own(home):
     (home / f"roundhouse-{os.getuid()}").symlink_to(home / "elsewhere")
     with noted(home) as (process, notes):
         assert process.wait(SETTLE_S) == 1
-    assert notes(0) == []
+    assert notes() == []
     assert not any((home / "elsewhere").iterdir())
 
 

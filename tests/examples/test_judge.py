@@ -10,7 +10,7 @@ from examples import judge
 from examples.judge import Kill, Life, Sample, Window
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
-KILL = Kill(device="local.1", at=NOON)
+KILL = Kill(devices=["local.1"], at=NOON)
 
 
 def stay(device, end, *, first, last, at_s, held_us=1_000_000):

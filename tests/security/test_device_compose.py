@@ -121,7 +121,7 @@ def _ready(client: Client) -> dict[str, dict[str, object]]:
 
 
 def test_compose_serves_tenants_behind_their_sandbox(system, tmp_path):
-    system.up("api", "control", "island", "device-0", "device-1")
+    system.up("api", "control", "island", "host")
     system._await("api", "service_healthy", 300)
     client = Client(system)
     client.become_member()
@@ -160,7 +160,7 @@ def test_compose_serves_tenants_behind_their_sandbox(system, tmp_path):
     until(lambda: set(client.call(states)) == {"done"}, 240)
 
     # 4. All message consumers are healthy, and Redis has refused nothing to any of its users.
-    for id in ("control", "island-0", "device-0", "device-1"):
+    for id in ("control", "island-0", "host"):
         assert system.is_healthy(id, "island" if id == "island-0" else id)
     logs = "".join(log.read_text() for log in (system.folder / "logs").iterdir())
     assert "NOPERM" not in logs
@@ -168,21 +168,21 @@ def test_compose_serves_tenants_behind_their_sandbox(system, tmp_path):
 
 
 def test_without_our_seccomp_profile_a_device_refuses_to_serve(system):
-    dockers = copy.deepcopy(system.services["device-0"])
+    dockers = copy.deepcopy(system.services["host"])
     dockers["security_opt"] = ["no-new-privileges:true"]
-    system.services["device-0"] = dockers
-    system.up("api", "island", "device-0")
+    system.services["host"] = dockers
+    system.up("api", "island", "host")
     system._await("api", "service_healthy", 300)
-    assert system.running["device-0"].wait(120) == 1
-    assert "its sandbox is required, but its host" in system.log("device-0")
-    assert "deploy/seccomp.json" in system.log("device-0")
+    assert system.running["host"].wait(120) == 1
+    assert "its sandbox is required, but its host" in system.log("host")
+    assert "deploy/seccomp.json" in system.log("host")
     client = Client(system)
     client.become_member()
     until(lambda: "takes no work" in str(_ready(client)["sandbox"]["detail"]))
     found = _ready(client)
     assert not found["sandbox"]["ok"]
     assert "local.0: takes no work" in found["sandbox"]["detail"]
-    assert found["devices"]["detail"] == "0 of 1 are up"
+    assert found["devices"]["detail"] == "0 of 2 are up"
 
 
 # --- Redis ----------------------------------------------------------------------------------------

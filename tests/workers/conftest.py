@@ -169,11 +169,15 @@ class DeviceRig:
             run=home / "run",
             **{**_HURRIED, "device": "h.0", "sandbox": "preferred", "criu": "/none", **house},
         )
-        self.supervisor = Supervisor(self.house, self)
+        self.begin()
         self.orders: dict[tuple[str, int], int] = {}
         self.weights: dict[str, int] = {}  # of the tasks that share the device
         self.held_us: dict[tuple[str, int], int] = {}  # by each stay
         self.broken: AssertionError | None = None  # the first promise that a report broke
+
+    def begin(self) -> None:
+        """Make the supervisor; a test starts it."""
+        self.supervisor = Supervisor(self.house, self)
 
     # --- the transport ---
 

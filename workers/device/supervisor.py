@@ -81,6 +81,7 @@ log = logging.getLogger(__name__)
 
 # part of the time to drain that is kept for saving a command after its notice
 SAVE_PART = 0.5
+LEAVE_S = 2.0  # time to end all processes, after the time to drain
 
 
 class Supervisor(threading.Thread):
@@ -98,6 +99,9 @@ class Supervisor(threading.Thread):
     ) -> None:
         super().__init__(name=f"device {house.device}", daemon=True)
         self.house, self.on_fatal = house, on_fatal
+        self.failure = ""  # why it ended, unless it was asked to
+        self.serves = False  # True from the moment when it may take work
+        self.has_left = False  # True when everything that it held was released
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -200,27 +204,35 @@ class Supervisor(threading.Thread):
         self.inbox.put(message)
         os.eventfd_write(self._woken, 1)
 
-    def stop(self) -> None:
-        """Pause and durably save all tasks, report that, and end everything."""
+    def ask_to_leave(self) -> None:
+        """Pause and durably save all tasks, report that, and end; without waiting for it."""
         self.receive(self._begin_to_leave)
-        self.join(self.house.drain_s + 2.0)
+
+    def stop(self) -> None:
+        """Let it leave, and wait for that."""
+        self.ask_to_leave()
+        self.join(self.house.drain_s + LEAVE_S)
 
     def run(self) -> None:
         try:
             self._move_in()
+            self.serves = True
             self.watchdog.start()
             while not self._may_leave():
                 self._round()
             self.reports.say_goodbye()
         except CannotServe as error:
             log.critical("%s: %s", self.house.device, error)
+            self.failure = str(error)
             self.on_fatal()
-        except Exception:
+        except Exception as error:
             log.exception("%s: the supervisor failed; all its processes end", self.house.device)
+            self.failure = f"{type(error).__name__}: {error}"
             self.on_fatal()
         finally:
             self.watchdog.end()
             self._move_out()
+            self.has_left = True
 
     def _end_at_once(self) -> None:
         """Kill all residents and the zygote.

@@ -1,17 +1,17 @@
-"""Runs the Celery worker of one device.  It hosts the supervisor, and its messages only wake it.
+"""Runs the Celery worker of a host. It serves the host's devices, and its messages only wake them.
 
-    celery -A workers.device.worker worker --pool threads -c 2 -Q device.<id>
+    celery -A workers.device.worker worker --pool threads -c 2 -Q device.<id>,device.<id>
 
-Orders and answers that the island signed go into the supervisor's inbox
-(`workers.device.supervisor`).  Nothing else happens in this module.  The device's reports
-are proved by a key of its host.  This module imports no torch and opens no database.
+Orders and answers that the island signed go into the inbox of the device's supervisor
+(`workers.device.supervisor`).  Nothing else happens in this module.  The reports of the devices are
+proved by a key of their host.  This module imports no torch and opens no database.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from celery import bootsteps
 
@@ -19,10 +19,10 @@ from app.core.model.protocol.messages import Alive
 from app.core.model.protocol.wellformed import BadMessage
 from app.messaging import broker
 from app.messaging.signed_messages import Mail, sealed_heartbeat
-from app.settings import settings
+from app.settings import Settings, settings
 from app.storage.signing import BadSignature, public_key
 from workers.device.device_check import find_device
-from workers.device.supervisor import Supervisor
+from workers.device.host_devices import HostDevice, HostDevices
 from workers.process.celery_inbox import hears
 from workers.transfer.host_context import CannotServe, House
 
@@ -43,29 +43,41 @@ class ToIsland:
 
 
 class Serve(bootsteps.StartStopStep):
-    """Starts and stops the supervisor with the Celery worker, so that it outlives any loss of
+    """Starts and stops the devices with the Celery worker, so that they outlive any loss of
     Redis.
     """
 
     requires = {"celery.worker.components:Pool"}
-    supervisor: Supervisor | None = None
-    mail: Mail | None = None
+    host: HostDevices | None = None
 
     def start(self, parent: Any) -> None:
-        if not settings().device:
-            raise RuntimeError("ROUNDHOUSE_DEVICE must be set to the id of this device")
-        house = House.of(settings(), find_device(settings()))
-        Serve.mail = Mail(house.message_keys, house.device, _island_key())
-        to_island = ToIsland(house.island, Serve.mail)
-        Serve.supervisor = Supervisor(house, to_island, on_fatal=_end_worker)
-        Serve.supervisor.start()
+        if not (devices := settings().each_device):
+            raise RuntimeError("ROUNDHOUSE_DEVICES must name the devices of this worker")
+        try:
+            island_key = _island_key()
+        except CannotServe as error:
+            log.critical("%s", error)
+            _end()
+        Serve.host = HostDevices([_device(one, island_key) for one in devices], end_process=_end)
+        Serve.host.start()
 
     def stop(self, parent: Any) -> None:
-        if Serve.supervisor is not None:
-            Serve.supervisor.stop()
+        if Serve.host is not None:
+            Serve.host.stop()
 
     def terminate(self, parent: Any) -> None:
         self.stop(parent)
+
+
+def _device(settings: Settings, island_key: str) -> HostDevice:
+    def connect(house: House) -> tuple[Mail, ToIsland]:
+        mail = Mail(house.message_keys, house.device, island_key)
+        return mail, ToIsland(house.island, mail)
+
+    def find() -> House:
+        return House.of(settings, find_device(settings))
+
+    return HostDevice(id=settings.device, find=find, connect=connect)
 
 
 def _island_key() -> str:
@@ -79,7 +91,7 @@ def _island_key() -> str:
         ) from error
 
 
-def _end_worker() -> None:
+def _end() -> NoReturn:
     os._exit(1)  # the worker's service manager starts it again; no state is worth keeping
 
 
@@ -89,12 +101,9 @@ refused = broker.Complaint(log, "rejected a message")
 
 @hears(celery, broker.DEVICE_NEWS)
 def news(text: str) -> None:
-    if Serve.mail is None or Serve.supervisor is None:
+    if Serve.host is None:
         return
     try:
-        messages = Serve.mail.opened(text)
+        Serve.host.receive(text)
     except (BadSignature, BadMessage) as error:
         refused.say(error)
-        return
-    for message in messages:
-        Serve.supervisor.receive(message)

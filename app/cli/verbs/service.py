@@ -47,6 +47,26 @@ def up(
     os.execv(sys.executable, [sys.executable, "-m", "app.local.up", *words])
 
 
+@app.command(rich_help_panel=HERE)
+def worker(
+    host: Annotated[str | None, typer.Option(help="name of this host; default: its own")] = None,
+    cpus: Annotated[int | None, typer.Option(help="so many CPU devices")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND[:WHICH]",
+            help="a device by its UUID or index (cuda:0); may be repeated; default: all GPUs",
+        ),
+    ] = None,
+) -> None:
+    """Serve the devices of this host, until Ctrl-C."""
+    given = {"host": host, "cpus": cpus}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words += [f"--device={one}" for one in device or ()]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "workers.device.host_worker", *words])
+
+
 @app.command("login", rich_help_panel=HERE)
 def log_in(
     ctx: typer.Context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from app.local.health_check import WAITING_LIMIT, main
+from app.local.health_check import WAITING_LIMIT, main, queues_of_host
 from app.settings import settings
 
 
@@ -33,11 +33,24 @@ def no_redis(monkeypatch):
 def test_worker_whose_messages_pile_up_is_unhealthy(queue, is_redis_needed):
     client, name = queue
     client.rpush(name, *["x"] * WAITING_LIMIT)
-    assert main(name, is_redis_needed=is_redis_needed) == ""
+    assert main([name], is_redis_needed=is_redis_needed) == ""
     client.rpush(name, "x")
-    assert main(name, is_redis_needed=is_redis_needed) == f"{WAITING_LIMIT + 1} messages wait"
+    assert main([name], is_redis_needed=is_redis_needed) == (
+        f"{WAITING_LIMIT + 1} messages wait in {name}"
+    )
 
 
 def test_worker_without_redis_is_not_ready_but_no_restart_would_help(no_redis):
-    assert main("device.local.0").startswith("Redis does not answer: ")
-    assert main("device.local.0", is_redis_needed=False) == ""
+    assert main(["device.local.0"]).startswith("Redis does not answer: ")
+    assert main(["device.local.0"], is_redis_needed=False) == ""
+
+
+def test_without_a_queue_those_of_the_hosts_devices_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROUNDHOUSE_HOME", str(tmp_path))
+    settings.cache_clear()
+    try:
+        settings().host_file.parent.mkdir()
+        settings().host_file.write_text('{"serves": ["h.0", "h.2"], "known": {}}')
+        assert queues_of_host() == ["device.h.0", "device.h.2"]
+    finally:
+        settings.cache_clear()

@@ -41,14 +41,17 @@ def test_each_named_device_replaces_the_number_of_cpu_devices(
     assert [str(device) for device in started[0].devices] == devices
 
 
-def test_worker_of_a_device_is_told_its_kind_and_which_it_is(tmp_path: Path) -> None:
-    devices = (WantedDevice(kind="cpu"), WantedDevice(kind="cuda", which="1"))
-    wanted = WantedSystem(home=tmp_path, devices=devices)
-    env = {"DATABASE_URL": "secret", "ROUNDHOUSE_DEVICE_KIND": "cpu"}
-    specs = [up._device(env, wanted, n) for n in range(2)]
-    assert [
-        (spec.env["ROUNDHOUSE_DEVICE_KIND"], spec.env["ROUNDHOUSE_ACCELERATOR"]) for spec in specs
-    ] == [("cpu", ""), ("cuda", "1")]
+def test_worker_of_each_host_is_told_its_devices_and_no_password(tmp_path: Path) -> None:
+    kinds = [WantedDevice(kind="cpu"), WantedDevice(kind="cuda", which="1")]
+    wanted = WantedSystem(home=tmp_path, devices=(*kinds, *kinds), hosts=2)
+    assert wanted.host_workers == ["host.local", "host.local-2"]
+    specs = [up._host({"DATABASE_URL": "secret"}, wanted, name) for name in wanted.host_workers]
+    assert [spec.env["ROUNDHOUSE_DEVICES"] for spec in specs] == [
+        "local.0=cpu,local.1=cuda:1",
+        "local-2.2=cpu,local-2.3=cuda:1",
+    ]
+    queues = [spec.command[spec.command.index("-Q") + 1] for spec in specs]
+    assert queues == ["device.local.0,device.local.1", "device.local-2.2,device.local-2.3"]
     assert all("DATABASE_URL" not in spec.env for spec in specs)
 
 

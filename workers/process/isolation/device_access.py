@@ -19,7 +19,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,26 @@ def find_access(
     )
 
 
+def all_cuda(
+    *,
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+    find_migs: Callable[[str], list[str]] | None = None,
+) -> list[str]:
+    """Return all GPUs of this host, as "cuda:<UUID>"; of a divided GPU its MIG instances.
+
+    If CUDA_VISIBLE_DEVICES is set, only what it names counts.  Raises NoSuchDevice.
+    """
+    if named := environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return [f"cuda:{one.strip()}" for one in named.split(",") if one.strip()]
+    found = []
+    for number, gpu in enumerate(_gpus(root)):
+        uuid = _asked_gpu(str(number), _gpus(root)).uuid
+        is_divided = any((root / _CAPABILITIES / f"gpu{gpu.minor}/mig").glob("gi*/ci*"))
+        found += (find_migs or _mig_uuids)(uuid) if is_divided else [uuid]
+    return [f"cuda:{uuid}" for uuid in found]
+
+
 def _find_by_variable(kind: str, asked: str) -> DeviceAccess:
     return DeviceAccess(id=asked, variables={f"{kind.upper()}_VISIBLE_DEVICES": asked})
 
@@ -176,6 +197,7 @@ def _read_access(folder: Path, device: str, kind: str) -> DeviceAccess:
 # --- CUDA -----------------------------------------------------------------------------------------
 
 _MIG = "MIG-"
+_CAPABILITIES = "proc/driver/nvidia/capabilities"
 MAX_LOCATION = 8  # most parts of a device's location
 
 
@@ -278,7 +300,7 @@ def _mig_nodes(place: MigPlace, root: Path) -> tuple[Path, ...]:
     """Return the device nodes of a MIG instance: of its GPU, and one for each of its two
     capabilities.
     """
-    parts = root / f"proc/driver/nvidia/capabilities/gpu{place.minor}/mig/gi{place.gpu_instance}"
+    parts = root / _CAPABILITIES / f"gpu{place.minor}/mig/gi{place.gpu_instance}"
     caps = (parts / "access", parts / f"ci{place.compute_instance}" / "access")
     numbers = map(_capability_minor, caps)
     named = [f"nvidia-caps/nvidia-cap{number}" for number in numbers]
@@ -304,24 +326,43 @@ def _node(root: Path, name: str) -> Path:
 
 def _mig_place(uuid: str) -> MigPlace:
     """Ask NVML for the place of a MIG instance."""
+    with _nvml(f"the nodes of {uuid}") as nvml:
+        instance = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
+        return MigPlace(
+            minor=nvml.nvmlDeviceGetMinorNumber(gpu),
+            gpu_instance=nvml.nvmlDeviceGetGpuInstanceId(instance),
+            compute_instance=nvml.nvmlDeviceGetComputeInstanceId(instance),
+        )
+
+
+def _mig_uuids(gpu_uuid: str) -> list[str]:
+    """Ask NVML for the MIG instances of a GPU."""
+    with _nvml(f"the MIG instances of {gpu_uuid}") as nvml:
+        gpu = nvml.nvmlDeviceGetHandleByUUID(gpu_uuid)
+        found = []
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            with suppress(nvml.NVMLError_NotFound):  # numbers between instances may be free
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
+                found.append(str(nvml.nvmlDeviceGetUUID(instance)))
+        return found
+
+
+@contextmanager
+def _nvml(sought: str) -> Iterator[Any]:
+    """Yield NVML, which finds what is sought.  Raises NoSuchDevice."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
         raise NoSuchDevice(
-            f"the nodes of {uuid} are found by the package nvidia-ml-py, which is not installed; "
-            "install it, or name the nodes in ROUNDHOUSE_DEVICE_NODES"
+            f"{sought} are found by the package nvidia-ml-py, which is not installed; install it,"
+            " or name the device and its nodes (ROUNDHOUSE_DEVICE_NODES)"
         ) from error
     try:
         nvml.nvmlInit()
         try:
-            instance = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
-            return MigPlace(
-                minor=nvml.nvmlDeviceGetMinorNumber(gpu),
-                gpu_instance=nvml.nvmlDeviceGetGpuInstanceId(instance),
-                compute_instance=nvml.nvmlDeviceGetComputeInstanceId(instance),
-            )
+            yield nvml
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        raise NoSuchDevice(f"NVML does not find {uuid}: {error}") from error
+        raise NoSuchDevice(f"NVML does not find {sought}: {error}") from error

@@ -14,6 +14,7 @@ from workers.process.isolation.device_access import (
     DeviceAccess,
     MigPlace,
     NoSuchDevice,
+    all_cuda,
     driver_version,
     find_access,
 )
@@ -209,3 +210,33 @@ def test_location_of_a_gpu_is_its_numa_node_and_its_pci_path(host: Path) -> None
     assert _cuda(host, "1").location == ("pci0000:4b", "0000:4b:00.0", "0000:01:00.0")
     assert _cuda(host, "2").location == (), "the host does not tell it"
     assert _cuda(host, MIG).location == _cuda(host, "1").location, "its GPU has the minor number 0"
+
+
+def _all(host: Path, environ: dict[str, str] | None = None) -> list[str]:
+    def find_migs(uuid: str) -> list[str]:
+        assert uuid == UUIDS[1]
+        return [MIG, "MIG-dddd8888"]
+
+    return all_cuda(environ=environ or {}, root=host, find_migs=find_migs)
+
+
+def test_all_gpus_of_a_host_are_found_in_the_order_of_their_buses_and_divided_ones_by_parts(host):
+    assert _all(host) == [
+        f"cuda:{UUIDS[0]}",
+        f"cuda:{MIG}",
+        "cuda:MIG-dddd8888",
+        f"cuda:{UUIDS[2]}",
+    ]
+
+
+def test_variable_says_which_gpus_of_a_host_count(host):
+    assert _all(host, {"CUDA_VISIBLE_DEVICES": f"{UUIDS[2]}, 0"}) == [f"cuda:{UUIDS[2]}", "cuda:0"]
+
+
+def test_host_without_a_driver_has_no_gpu(tmp_path):
+    assert _all(tmp_path) == []
+
+
+def test_divided_gpu_needs_the_library_of_nvml(host):
+    with pytest.raises(NoSuchDevice, match=r"MIG instances of GPU-aaaa2222-3333"):
+        all_cuda(environ={}, root=host)

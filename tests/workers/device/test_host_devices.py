@@ -1,0 +1,235 @@
+"""A worker that serves several devices of its host: what happens to one stays there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.core.model.protocol.messages import Finished
+from app.core.model.protocol.wellformed import BadMessage
+from app.messaging.message_keys import MessageKeys
+from app.messaging.signed_messages import Mail, sealed_news
+from app.settings import Settings
+from app.storage.signing import Signer
+from tests.workers.conftest import PATIENCE_S, DeviceRig
+from workers.device.host_devices import HostDevice, HostDevices, ServedDevice
+from workers.device.supervisor import Supervisor
+from workers.transfer.host_context import CannotServe, House, locked, next_incarnation
+
+
+class KeptRig(DeviceRig):
+    """A device whose supervisor is made anew, perhaps several one after the other."""
+
+    service: ServedDevice
+    finds = 0
+    fault: Exception | None = None
+
+    def begin(self) -> None:
+        """Do nothing: the worker makes and starts the supervisors."""
+
+    @property
+    def supervisor(self) -> Supervisor:
+        until_s = time.monotonic() + PATIENCE_S
+        while (served := self.service._served) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        return served[1]
+
+    def find(self) -> House:
+        self.finds += 1
+        if self.fault is not None:
+            raise self.fault
+        if self.finds > 1:
+            self.house = replace(self.house, incarnation=next_incarnation(self.house.run / "of"))
+        return self.house
+
+    def connect(self, house: House) -> tuple[Mail, DeviceRig]:
+        return Mail(house.message_keys, house.device, "no island"), self
+
+
+class Host:
+    """A host of devices h.0, h.1, ... whose worker takes note of its end."""
+
+    def __init__(self, home: Path, count: int) -> None:
+        self.ended = threading.Event()
+        self.rigs = [KeptRig(home, device=f"h.{n}") for n in range(count)]
+        devices = [
+            HostDevice(id=rig.house.device, find=rig.find, connect=rig.connect) for rig in self.rigs
+        ]
+        self.served = HostDevices(devices, end_process=self.ended.set)
+        for rig in self.rigs:
+            rig.service = self.served.services[rig.house.device]
+
+    def until(self, true: Callable[[], object]) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while not true():
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+
+    def incarnations(self, n: int) -> set[str]:
+        return {report.incarnation for report in self.rigs[n].reports}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[int], Host]]:
+    made: list[Host] = []
+
+    def make(count: int) -> Host:
+        made.append(Host(tmp_path, count))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.served.stop()
+
+
+def break_once(supervisor: Supervisor) -> None:
+    """Let the next look at the residents' deadlines raise an error."""
+
+    def broken() -> None:
+        raise RuntimeError("a planted fault")
+
+    supervisor.receive(broken)
+
+
+@pytest.mark.slow
+class TestFaultOfOneDevice:
+    def test_device_is_served_again_and_the_other_loses_no_step(self, hosts):
+        host = hosts(2)
+        host.served.start()
+        first, other = host.rigs
+        other.launch("t2", "jobs:Count", params={"steps": 400, "nap_s": 0.01})
+        other.until(lambda: other.view("t2") is not None and other.view("t2").step > 5)
+        broken = first.supervisor
+        break_once(broken)
+        host.until(lambda: first.supervisor is not broken)
+        assert "a planted fault" in broken.failure
+        assert broken.has_left
+        first.launch("t1", "jobs:Count", params={"steps": 3})
+        first.until(lambda: first.all(Finished, "t1"))
+        other.until(lambda: other.all(Finished, "t2"))
+        assert not host.ended.is_set()
+        assert len(host.incarnations(0)) == 2
+        assert len(host.incarnations(1)) == 1
+
+    def test_device_that_cannot_be_found_leaves_the_other_alone(self, hosts):
+        host = hosts(2)
+        gone, other = host.rigs
+        gone.fault = CannotServe("the GPU fell off the bus")
+        host.served.start()
+        other.launch("t2", "jobs:Count", params={"steps": 3})
+        other.until(lambda: other.all(Finished, "t2"))
+        host.until(lambda: gone.finds >= 2)  # it is tried again
+        gone.fault = None
+        gone.launch("t1", "jobs:Count", params={"steps": 3})
+        gone.until(lambda: gone.all(Finished, "t1"))
+        assert not host.ended.is_set()
+
+    def test_error_of_any_class_is_a_fault_of_its_device_alone(self, hosts):
+        host = hosts(2)
+        host.rigs[0].fault = OSError("no space left on device")
+        host.served.start()
+        other = host.rigs[1]
+        other.launch("t2", "jobs:Count", params={"steps": 3})
+        other.until(lambda: other.all(Finished, "t2"))
+        assert not host.ended.is_set()
+
+    def test_hang_ends_the_process(self, hosts):
+        host = hosts(2)
+        host.served.start()
+        hung = host.rigs[0]
+        hung.until(lambda: hung.reports)
+        hung.supervisor.watchdog.limit_s = 0.0
+        free = threading.Event()
+        hung.supervisor.receive(free.wait)
+        host.until(host.ended.is_set)
+        free.set()
+
+
+class TestNoDevice:
+    def test_worker_of_which_no_device_can_be_served_ends(self, hosts):
+        host = hosts(2)
+        for rig in host.rigs:
+            rig.fault = CannotServe("there is no driver")
+        host.served.start()
+        host.until(host.ended.is_set)
+
+    def test_worker_goes_on_while_one_device_is_still_being_tried(self, hosts):
+        host, free = hosts(2), threading.Event()
+        first, other = host.rigs
+        first.fault = CannotServe("there is no driver")
+        find = other.find
+
+        def slow() -> House:
+            free.wait()
+            other.fault = CannotServe("there is no driver here, too")
+            return find()
+
+        host.served.services["h.1"].device = HostDevice(id="h.1", find=slow, connect=other.connect)
+        host.served.start()
+        host.until(lambda: first.finds >= 2)
+        assert not host.ended.is_set()
+        free.set()
+        host.until(host.ended.is_set)
+
+
+@pytest.mark.slow
+def test_stop_lets_all_devices_leave_at_the_same_time(hosts):
+    host = hosts(2)
+    host.served.start()
+    for rig in host.rigs:
+        rig.launch(f"t{rig.house.device}", "jobs:Count", params={"steps": 10_000, "nap_s": 0.01})
+        rig.until(lambda rig=rig: rig.view(f"t{rig.house.device}") is not None)
+    supervisors = [rig.supervisor for rig in host.rigs]
+    host.served.stop()
+    assert all(supervisor.has_left and not supervisor.failure for supervisor in supervisors)
+    for rig in host.rigs:  # the lock of the device is free
+        locked(rig.house.run / f"{rig.house.device}.lock", 0.0)
+
+
+class TestNews:
+    def test_news_for_a_device_of_another_worker_are_refused(self, hosts, tmp_path):
+        host = hosts(1)
+        island = MessageKeys(Signer.at(tmp_path / "island.key"))
+        text = sealed_news(island, "elsewhere.0", [])
+        with pytest.raises(BadMessage, match=r"'elsewhere\.0', which this worker does not serve"):
+            host.served.receive(text)
+
+    def test_text_that_names_no_device_is_refused(self, hosts):
+        with pytest.raises(BadMessage, match="for ''"):
+            hosts(1).served.receive("key\nproof\ngarbage")
+
+
+class TestSettings:
+    def test_each_device_has_its_kind_and_which_of_it(self):
+        told = "h.0=cuda:GPU-5b3f6c1e-0c33,h.1=cuda:1,h.2,h.3=xpu"
+        found = Settings(devices=told).each_device
+        assert [(one.device, one.device_kind, one.accelerator) for one in found] == [
+            ("h.0", "cuda", "GPU-5b3f6c1e-0c33"),
+            ("h.1", "cuda", "1"),
+            ("h.2", "cpu", ""),
+            ("h.3", "xpu", ""),
+        ]
+
+    def test_one_device_can_be_named_as_before(self):
+        (one,) = Settings(device="h.0", device_kind="cuda", accelerator="1").each_device
+        assert (one.device, one.device_kind, one.accelerator) == ("h.0", "cuda", "1")
+
+    @pytest.mark.parametrize(
+        ("told", "why"),
+        [
+            ("h.0=cuda:0,g.1=cuda:1", "devices of one host"),
+            ("h.0,h.0", "each device once"),
+            ("h", "like host-b.0=cuda"),
+            ("h.0=CUDA:0", "like host-b.0=cuda"),
+            ("h.0=cuda: 1", "like host-b.0=cuda"),
+        ],
+    )
+    def test_mistake_is_told_at_the_start(self, told, why):
+        with pytest.raises(ValueError, match=why):
+            Settings(devices=told)
