@@ -206,14 +206,17 @@ def _islands(session: Session) -> Check:
 
 
 def _devices(session: Session) -> Check:
-    """Count devices; one that neither said goodbye nor was cordoned, and is silent, is named."""
+    """Count devices; one that failed is named, and one that is silent without having said so."""
     is_up = func.coalesce(Device.lease_until > func.now(), False)
     left = Device.facts.has_key("leaving") | Device.cordoned
-    rows = session.execute(select(Device.id, is_up, left).order_by(Device.id)).all()
-    live = sum(up for _, up, _ in rows)
-    silent = [id for id, up, is_meant in rows if not up and not is_meant]
+    failed = Device.facts["failed"].astext
+    rows = session.execute(select(Device.id, is_up, left, failed).order_by(Device.id)).all()
+    live = sum(up for _, up, *_ in rows)
+    silent = [id for id, up, is_meant, why in rows if not (up or is_meant or why)]
+    faulty = [f"{id}: {why.rstrip('.')}" for id, up, _, why in rows if why and not up]
     more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
     told = f"; no heartbeat of {', '.join(silent[:NAMED])}{more}" if silent else ""
+    told += "".join(f"; {one}" for one in faulty[:NAMED])
     unfit = select(Device.id).where(Device.fitness.has_key("cordon")).order_by(Device.id)
     if names := session.scalars(unfit.limit(NAMED)).all():
         told += f"; cordoned for their health: {', '.join(names)}"

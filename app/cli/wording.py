@@ -794,6 +794,7 @@ def one_device(device: JSON, named: Mapping[str, str]) -> RenderableType:
     lines = [
         ("device", device["id"]),
         ("state", _device_state(device)),
+        *([("failure", told)] if (told := device.get("failure")) else []),
         ("task", named.get(device["task_id"] or "", "")),
         ("health", device_health(device) if health else "not watched"),
     ]
@@ -886,7 +887,7 @@ def _location(of_device: JSON) -> str:
 
 def _device_state(device: JSON) -> Text:
     if not device["up"]:
-        return state("down")
+        return state("failed" if device.get("failure") else "down")
     if device["cordoned"]:
         return state("cordoned")
     return state("stopping") if device.get("stopping") else words("up")

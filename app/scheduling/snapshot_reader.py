@@ -149,7 +149,9 @@ def devices(
 _DEVICE = (
     DeviceRow.id, DeviceRow.host, DeviceRow.kind, DeviceRow.lease_until, DeviceRow.cordoned,
     DeviceRow.memory_bytes, DeviceRow.cost_milli, DeviceRow.grace_us,
-    DeviceRow.fitness["cordon"]["reason"].astext.label("unfit"),
+    func.coalesce(
+        DeviceRow.facts["failed"].astext, DeviceRow.fitness["cordon"]["reason"].astext
+    ).label("unfit"),
     DeviceRow.facts["stopping"].label("stopping"),
     *(DeviceRow.facts[name].label(name) for name in (*TRAITS, *NOW, "rack", "location")),
 )  # fmt: skip

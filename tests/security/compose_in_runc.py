@@ -326,6 +326,12 @@ if ! test -s {PGDATA}/PG_VERSION; then
 fi
 exec postgres -D {PGDATA} -h 127.0.0.1 -k /tmp
 """
+#: Programs of the image that its services run, and the module of each.
+_PROGRAMS = {
+    "celery": "celery.__main__",
+    "roundhouse": "app.cli.main",
+    "uvicorn": "uvicorn.main",
+}
 _PROGRAM = "#!/opt/venv/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
 
 
@@ -357,7 +363,7 @@ def furnish(root: Path) -> None:
     base.mkdir(parents=True, exist_ok=True)
     for folder in base.relative_to(root).parents:
         (root / folder).chmod(0o755)  # such as root's home
-    for name, module in (("celery", "celery.__main__"), ("uvicorn", "uvicorn.main")):
+    for name, module in _PROGRAMS.items():
         program = root / "opt/venv/bin" / name
         program.write_text(_PROGRAM.format(module=module))
         program.chmod(0o755)

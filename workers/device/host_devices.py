@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from app.core.model.protocol.wellformed import BadMessage
+from app.core.model.protocol.messages import Alive
+from app.core.model.protocol.wellformed import SENTENCE_MOST, BadMessage
 from app.messaging.signed_messages import Mail, claimed_device
-from workers.device.heartbeat import HeartbeatTransport
+from workers.device.heartbeat import HeartbeatTransport, now_us
 from workers.device.supervisor import LEAVE_S, Supervisor
 from workers.transfer.host_context import CannotServe, House
 
@@ -36,6 +37,7 @@ class HostDevice:
 
     id: str
     find: Callable[[], House]  # raises CannotServe
+    describe: Callable[[], House]  # without the device, which was not found
     connect: Callable[[House], tuple[Mail, HeartbeatTransport]]
 
 
@@ -90,8 +92,9 @@ class ServedDevice(threading.Thread):
         again_s = AGAIN_S
         while not self.host.stopping.is_set():
             began_s = time.monotonic()
-            if self._serve():
+            if not (failure := self._serve()):
                 return
+            self._tell(failure)
             if time.monotonic() - began_s > AGAIN_MOST_S:
                 again_s = AGAIN_S
             self.has_failed = True
@@ -105,19 +108,21 @@ class ServedDevice(threading.Thread):
         served = self._served
         return self.has_failed and not (served is not None and served[1].serves)
 
-    def _serve(self) -> bool:
-        """Serve the device until its supervisor ends; True if it left because it was asked to."""
+    def _serve(self) -> str:
+        """Serve the device until its supervisor ends; return why it failed, or "" if it left
+        because it was asked to.
+        """
         try:
             mail, supervisor = self._made()
         except CannotServe as error:
             log.critical("%s: %s", self.device.id, error)
-            return False
-        except Exception:  # whatever is wrong with one device is no fault of the others
+            return str(error)
+        except Exception as error:  # whatever is wrong with one device is no fault of the others
             log.exception("%s cannot be served", self.device.id)
-            return False
+            return f"{type(error).__name__}: {error}"
         with self._lock:
             if self.host.stopping.is_set():
-                return True
+                return ""
             self._served = mail, supervisor
             supervisor.start()
         supervisor.join()
@@ -126,7 +131,32 @@ class ServedDevice(threading.Thread):
             self.host.end_process()
         with self._lock:
             self._served = None
-        return not supervisor.failure
+        return supervisor.failure
+
+    def _tell(self, failure: str) -> None:
+        """Tell the island why the device is not served.
+
+        The report changes no lease: what the device held is lost when its lease ends.  A device
+        that is served again says so by its next report.
+        """
+        told = " ".join(failure.split())[: SENTENCE_MOST - 1].rstrip(".")
+        try:
+            house = self.device.describe()
+            _, transport = self.device.connect(house)
+            facts = {**house.facts, "failed": f"{told}.", "leaving": True}
+            transport.send(
+                Alive(
+                    device=house.device,
+                    incarnation=house.incarnation,
+                    sent_us=now_us(),
+                    facts=facts,
+                    residents=[],
+                    events=[],
+                    logs=[],
+                )
+            )
+        except Exception as error:  # the next trial tells it again
+            log.warning("%s: the island was not told why it failed: %s", self.device.id, error)
 
     def _made(self) -> tuple[Mail, Supervisor]:
         house = self.device.find()

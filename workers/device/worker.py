@@ -24,6 +24,7 @@ from app.storage.signing import BadSignature, public_key
 from workers.device.device_check import find_device
 from workers.device.host_devices import HostDevice, HostDevices
 from workers.process.celery_inbox import hears
+from workers.process.isolation.device_access import FoundDevice
 from workers.transfer.host_context import CannotServe, House
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,10 @@ def _device(settings: Settings, island_key: str) -> HostDevice:
     def find() -> House:
         return House.of(settings, find_device(settings))
 
-    return HostDevice(id=settings.device, find=find, connect=connect)
+    def describe() -> House:
+        return House.of(settings, FoundDevice())
+
+    return HostDevice(id=settings.device, find=find, describe=describe, connect=connect)
 
 
 def _island_key() -> str:

@@ -37,7 +37,7 @@ from app.db.models import Device, Enrolment, Host, Island, Placement
 from app.db.transactions import Db, after_commit
 from app.errors import NotFound
 from app.identity import enrolment
-from app.insight.reports import device_health
+from app.insight.reports import device_failure, device_health
 from app.intake import actions
 from app.messaging import outbox
 
@@ -311,6 +311,7 @@ def _shown(caller: Caller, row: Any) -> dict[str, Any]:
         "up": row.up,
         "cordoned": row.Device.cordoned or row.host_cordoned,
         "stopping": bool(row.Device.facts.get("stopping")),
+        "failure": "" if row.up else device_failure(row.Device),
         "busy": row.busy,
         "task_id": row.tasks[0] if row.tasks else None,
         "tasks": row.tasks,

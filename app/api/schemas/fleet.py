@@ -163,6 +163,7 @@ class DeviceOut(Out):
         up=True,
         cordoned=False,
         stopping=False,
+        failure="",
         busy=True,
         task_id=EXAMPLE_TASK,
         tasks=[EXAMPLE_TASK],
@@ -182,6 +183,10 @@ class DeviceOut(Out):
     up: bool
     cordoned: bool = Field(description="The device or its host takes no new work.")
     stopping: bool = Field(description="Its worker stops, so that it takes no new work either.")
+    failure: str = Field(
+        description="Why its worker cannot serve it, while it is not up; empty if there is no such "
+        "reason."
+    )
     busy: bool = Field(description="A task holds the device.")
     task_id: str | None = Field(description="The task on the device, if you may see it.")
     tasks: list[str] = Field(

@@ -186,7 +186,7 @@ class Blockers:
     shed: bool = False  # True: the promise of the task's own tier cannot be kept
     # devices that are up but take no work, because their workers stop
     stopping: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()  # devices that health rules have cordoned, and why
+    unfit: tuple[str, ...] = ()  # devices that failed, or that health rules have cordoned, and why
     goes_on_on: tuple[str, ...] = ()  # the only devices on which its processes can go on
     # hosts where the task's packages are not ready; their devices are not counted
     installing: tuple[InstallingHost, ...] = ()
@@ -419,7 +419,7 @@ def _where_its_state_is(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 def _devices(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     what = _what(task)
     if seen.up == 0:
-        told = f"No {what} is up (known: {seen.devices})."
+        told = f"No {what} is up (known: {seen.devices}).{_unfit(seen.unfit)}"
         change = Change(action="bring_up_device", value=task.memory_bytes, of=task.kind)
         yield _reason("NO_DEVICE_UP", told, f"a {what} comes up", change)
     elif seen.open == 0 and not seen.stopping:
@@ -514,7 +514,7 @@ def _stopping(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 
 
 def _unfit(devices: Sequence[str]) -> str:
-    """Name devices that health rules have cordoned, after another sentence."""
+    """Name devices that are faulty, after another sentence."""
     more = len(devices) - UNFIT_TOLD
     told = "".join(f" {device}" for device in devices[:UNFIT_TOLD])
     return f"{told} {more} more are faulty too." if more > 0 else told

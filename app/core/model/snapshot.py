@@ -172,7 +172,7 @@ class BoardDevice:
     up: bool = True
     cordoned: bool = False
     stopping: bool = False  # the device's worker is about to stop
-    unfit: str = ""  # why a health rule has cordoned the device
+    unfit: str = ""  # why its worker cannot serve the device, or a health rule has cordoned it
     memory_bytes: int = 0
     cost: int = 1000  # thousandths: the cost of a second of this kind
     lease_until_s: float = 0.0

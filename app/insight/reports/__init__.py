@@ -13,7 +13,7 @@ from __future__ import annotations
 from app.insight.reports.data import datablocks
 from app.insight.reports.environments import environments, newest_environments
 from app.insight.reports.fleet import devices, paces, running
-from app.insight.reports.health import device_health
+from app.insight.reports.health import device_failure, device_health
 from app.insight.reports.history import Decided, Happened, Round, decision, decisions, events
 from app.insight.reports.network import NetworkUse, network_use
 from app.insight.reports.queue import Queued, median_wait_s, queue
@@ -60,6 +60,7 @@ __all__ = [
     "datablocks",
     "decision",
     "decisions",
+    "device_failure",
     "device_health",
     "devices",
     "environments",

@@ -19,7 +19,7 @@ from app.core.security.sandbox_layers import Sandbox
 from app.db.models import Device, Host, Placement, Task, Tenant
 from app.insight import phases
 from app.insight.forecast import steps_to_make
-from app.insight.reports.health import DeviceHealthView, device_health
+from app.insight.reports.health import DeviceHealthView, device_failure, device_health
 from app.insight.reports.queue import with_names
 from app.insight.reports.shares import select_holders
 from app.scheduling import guest_placements
@@ -179,8 +179,8 @@ class FractionView:
 class DeviceView:
     """Shows a device and the task that holds it.
 
-    `state` is up, down, cordoned or stopping. `others` is the number of further tasks that take
-    turns on it. `fractions` are the tasks that hold parts of it.
+    `state` is up, down, failed (`failure` says why), cordoned or stopping. `others` is the number
+    of further tasks that take turns on it. `fractions` are the tasks that hold parts of it.
 
     `holder` is the tenant of that task; None while the device is free. A tenant that asks sees no
     name, and no other detail, of another tenant.
@@ -190,6 +190,7 @@ class DeviceView:
     host: str
     kind: str
     state: str
+    failure: str
     memory_bytes: int
     traits: DeviceTraits
     location: str
@@ -227,7 +228,7 @@ def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceV
 
 def _device_state(device: Device, drained: bool, now: datetime) -> str:
     if device.lease_until is None or device.lease_until <= now:
-        return "down"
+        return "failed" if device_failure(device) else "down"
     if device.cordoned or drained:
         return "cordoned"
     return "stopping" if device.facts.get("stopping") else "up"
@@ -271,6 +272,7 @@ def _device_view(
         host=device.host,
         kind=device.kind,
         state=state,
+        failure=device_failure(device) if state == "failed" else "",
         memory_bytes=device.memory_bytes,
         traits=traits_in(facts),
         location="/".join(

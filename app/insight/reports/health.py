@@ -67,3 +67,12 @@ def told_clock(device: Device) -> str:
 
 def _at(at_s: float) -> datetime:
     return datetime.fromtimestamp(at_s, UTC)
+
+
+def device_failure(device: Device) -> str:
+    """Return why its worker could not serve the device when it last tried, or "".
+
+    A device that is served tells other facts, so this is of one that is not up, or will not be when
+    its lease ends.
+    """
+    return str(device.facts.get("failed") or device.facts.get("refuses") or "")

@@ -22,7 +22,8 @@ def _hear(session, device="h.0", **facts):
     alive = Alive(
         device=device, incarnation="1", sent_us=1, facts=told, residents=[], events=[], logs=[]
     )
-    assert journal.record(session, alive) is not None
+    is_answered = journal.record(session, alive) is not None
+    assert is_answered == ("failed" not in facts)
     session.commit()
 
 
@@ -45,6 +46,17 @@ def test_device_without_a_sandbox_is_named_by_readyz_and_never_up(as_, session):
     assert shown["sandbox"]["refuses"] == REFUSAL["refuses"]
     assert "files" in shown["sandbox"]["missing"]
     assert session.scalar(select(Device.lease_until <= func.now()).where(Device.id == "h.1"))
+
+
+def test_device_that_failed_is_named_with_its_reason(as_, session):
+    _hear(session, "h.0")
+    _hear(session, "h.9", failed="the GPU fell off the bus.", leaving=True)
+    found = as_("").get("/readyz").json()["checks"]["devices"]
+    assert found["ok"]
+    assert found["detail"] == "2 of 3 are up; h.9: the GPU fell off the bus"
+    shown = {one["id"]: one for one in as_("root").get("/v1/devices").json()["items"]}
+    assert (shown["h.0"]["up"], shown["h.0"]["failure"]) == (True, "")
+    assert (shown["h.9"]["up"], shown["h.9"]["failure"]) == (False, "the GPU fell off the bus.")
 
 
 def test_old_refusal_is_not_reported_any_more(as_, session):

@@ -440,6 +440,14 @@ def test_every_code_and_action_is_in_the_docs():
     assert set(waiting_reasons.ACTIONS) <= actions
 
 
+def test_task_is_told_why_the_worker_cannot_serve_a_device(session, scenery, told):
+    scene = Scene(session, scenery)
+    scene.d0.lease_until, scene.d0.facts = None, {"failed": "the GPU fell off the bus."}
+    assert told(scenery.task(scene.a))["NO_DEVICE_UP"]["message"] == (
+        "No cpu device is up (known: 1). d0: the GPU fell off the bus."
+    )
+
+
 def test_a_task_that_avoids_a_label_is_told_of_devices_without_it(session, scenery, told):
     scene = Scene(session, scenery)
     scene.d0.facts = {"labels": ["spot"]}

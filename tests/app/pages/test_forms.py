@@ -420,6 +420,15 @@ class TestOperating:
         operations = [one["operation"] for one in log if one["user"] == "root"]
         assert operations[:4] == ["uncordonHost", "uncordonDevice", "drainHost", "cordonDevice"]
 
+    def test_device_that_failed_is_shown_with_its_reason(self, browse, session):
+        device = session.get_one(Device, "h.1")
+        device.lease_until, device.facts = None, {"failed": "the GPU fell off the bus."}
+        session.commit()
+        page = browse("root").look("/ui/devices").text
+        row = page[page.index('id="device-h.1"') :].partition("</tr>")[0]
+        assert '<span class="chip failed">failed</span>' in row
+        assert "the GPU fell off the bus." in row
+
     def test_the_health_of_a_device_is_shown_and_it_is_checked_before_it_serves(
         self, browse, session
     ):

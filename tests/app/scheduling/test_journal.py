@@ -381,6 +381,41 @@ class TestBatches:
         assert [task.state for task in batch] == ["done", "waiting", "waiting"]
 
 
+class TestFailedDevice:
+    """A worker that cannot serve a device says why, and nothing else follows from that."""
+
+    def failed(self, session, **more):
+        before = session.get_one(Device, "h.0")
+        lease = before.lease_until, before.incarnation
+        known = {"incarnation": "p2", "failed": "the GPU fell off the bus.", "leaving": True}
+        assert hear(session, **{**known, **more}) is None  # no answer
+        after = session.get_one(Device, "h.0")
+        assert (after.lease_until, after.incarnation) == lease
+        return after
+
+    def test_reason_is_kept_and_no_lease_or_task_changes(self, session, running):
+        hear(session, residents=[view(running, "running")])
+        device = self.failed(session)
+        assert device.facts["failed"] == "the GPU fell off the bus."
+        assert device.facts["kind"] == FACTS["kind"]
+        session.refresh(running)
+        assert (running.state, running.seat) == ("running", "h.0")
+
+    def test_next_report_of_the_device_ends_it(self, session, running):
+        self.failed(session)
+        hear(session, incarnation="p3")
+        assert "failed" not in session.get_one(Device, "h.0").facts
+
+    def test_late_reason_of_a_replaced_process_counts_for_nothing(self, session, running):
+        hear(session, incarnation="p3")
+        assert "failed" not in self.failed(session, incarnation="p2").facts
+
+    def test_device_that_was_never_up_is_known_with_its_reason(self, session, running):
+        assert hear(session, device="h.9", failed="no driver.", leaving=True) is None
+        device = session.get_one(Device, "h.9")
+        assert (device.facts["failed"], device.lease_until) == ("no driver.", None)
+
+
 class TestSharing:
     def test_each_sharer_is_charged_for_its_own_turns_to_the_microsecond(
         self, session, running, beside

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.model.protocol.messages import Finished
+from app.core.model.protocol.messages import Alive, Finished, decode, encode
 from app.core.model.protocol.wellformed import BadMessage
 from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import Mail, sealed_news
@@ -30,7 +30,8 @@ class KeptRig(DeviceRig):
     fault: Exception | None = None
 
     def begin(self) -> None:
-        """Do nothing: the worker makes and starts the supervisors."""
+        """Make no supervisor: the worker makes and starts them."""
+        self.failures: list[Alive] = []  # reports that say why the device is not served
 
     @property
     def supervisor(self) -> Supervisor:
@@ -40,6 +41,12 @@ class KeptRig(DeviceRig):
             time.sleep(0.02)
         return served[1]
 
+    def send(self, alive: Alive) -> None:
+        if alive.facts.get("failed"):
+            self.failures.append(decode(encode(alive)))
+        else:
+            super().send(alive)
+
     def find(self) -> House:
         self.finds += 1
         if self.fault is not None:
@@ -47,6 +54,13 @@ class KeptRig(DeviceRig):
         if self.finds > 1:
             self.house = replace(self.house, incarnation=next_incarnation(self.house.run / "of"))
         return self.house
+
+    def describe(self) -> House:
+        return replace(self.house, incarnation=next_incarnation(self.house.run / "of"))
+
+    def device(self, find: Callable[[], House]) -> HostDevice:
+        id = self.house.device
+        return HostDevice(id=id, find=find, describe=self.describe, connect=self.connect)
 
     def connect(self, house: House) -> tuple[Mail, DeviceRig]:
         return Mail(house.message_keys, house.device, "no island"), self
@@ -58,9 +72,7 @@ class Host:
     def __init__(self, home: Path, count: int) -> None:
         self.ended = threading.Event()
         self.rigs = [KeptRig(home, device=f"h.{n}") for n in range(count)]
-        devices = [
-            HostDevice(id=rig.house.device, find=rig.find, connect=rig.connect) for rig in self.rigs
-        ]
+        devices = [rig.device(rig.find) for rig in self.rigs]
         self.served = HostDevices(devices, end_process=self.ended.set)
         for rig in self.rigs:
             rig.service = self.served.services[rig.house.device]
@@ -108,7 +120,7 @@ class TestFaultOfOneDevice:
         broken = first.supervisor
         break_once(broken)
         host.until(lambda: first.supervisor is not broken)
-        assert "a planted fault" in broken.failure
+        assert [one.facts["failed"] for one in first.failures] == ["RuntimeError: a planted fault."]
         assert broken.has_left
         first.launch("t1", "jobs:Count", params={"steps": 3})
         first.until(lambda: first.all(Finished, "t1"))
@@ -125,6 +137,8 @@ class TestFaultOfOneDevice:
         other.launch("t2", "jobs:Count", params={"steps": 3})
         other.until(lambda: other.all(Finished, "t2"))
         host.until(lambda: gone.finds >= 2)  # it is tried again
+        assert gone.failures[0].facts["failed"] == "the GPU fell off the bus."
+        assert gone.failures[0].residents == []
         gone.fault = None
         gone.launch("t1", "jobs:Count", params={"steps": 3})
         gone.until(lambda: gone.all(Finished, "t1"))
@@ -170,7 +184,7 @@ class TestNoDevice:
             other.fault = CannotServe("there is no driver here, too")
             return find()
 
-        host.served.services["h.1"].device = HostDevice(id="h.1", find=slow, connect=other.connect)
+        host.served.services["h.1"].device = other.device(slow)
         host.served.start()
         host.until(lambda: first.finds >= 2)
         assert not host.ended.is_set()

@@ -14,6 +14,7 @@ from app.core.model import codec
 from app.core.model.checkpoints.migration import Moving
 from app.core.model.protocol import messages
 from app.core.model.protocol.messages import Alive, Answer, LogLines, ResidentView, key
+from app.core.model.protocol.wellformed import SENTENCE_MOST
 from app.core.model.provisions.mounts import FOLDER, IMAGE, digest
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport
 from app.db import transactions
@@ -128,6 +129,9 @@ def _record(
     session: Session, alive: Alive, believed: LockedRows, ahead: _PackagesByIsland, *, careful: bool
 ) -> Recorded | None:
     with session.no_autoflush:
+        if alive.facts.get("failed"):
+            _note_failed(session, alive, believed)
+            return None
         before = believed.devices.get(alive.device)
         changed = before is not None and packages_ahead.are_news(before.facts, alive.facts)
         unheard_us = losses.unheard_us_of_device(session, believed.devices.get(alive.device))
@@ -205,6 +209,20 @@ def _unknown(known: str | None, present: Mapping[str, str]) -> messages.JSON | N
     may show no mounts.
     """
     return None if known is None or known == digest(present) else dict(present)
+
+
+def _note_failed(session: Session, alive: Alive, believed: LockedRows) -> None:
+    """Record why its worker cannot serve the device.
+
+    Nothing else changes: what the device held is lost when its lease ends.
+    """
+    device = believed.devices.get(alive.device)
+    if device is None:
+        believed.devices.update(_register(session, [alive]))
+        device = believed.devices[alive.device]
+        device.facts = alive.facts
+    if alive.incarnation >= device.incarnation:
+        device.facts = {**device.facts, "failed": str(alive.facts["failed"])[:SENTENCE_MOST]}
 
 
 def _heard(session: Session, alive: Alive, believed: LockedRows) -> Device | None:
