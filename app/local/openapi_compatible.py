@@ -23,6 +23,7 @@ _BOUNDS = {
     "minimum": -1, "exclusiveMinimum": -1, "minLength": -1, "minItems": -1, "minProperties": -1,
 }  # fmt: skip
 _SAME = ("pattern", "format", "const", "propertyNames")
+_OF_TEXTS = ("pattern", "format")  # say nothing of other values
 
 
 def breaks(before: Schema, after: Schema, *, under: str) -> list[str]:
@@ -185,7 +186,9 @@ def _alternatives(document: Schema, schema: Schema) -> Iterator[Schema]:
             yield from _alternatives(document, one)
     elif isinstance(schema.get("type"), list):
         for kind in schema["type"]:
-            yield {**schema, "type": kind}
+            of_others = () if kind == "string" else _OF_TEXTS
+            said = {name: value for name, value in schema.items() if name not in of_others}
+            yield {**said, "type": kind}
     else:
         yield schema
 

@@ -147,6 +147,9 @@ HARMLESS = {
     "a number in the place of an integer": lambda x: x.field("size").update(
         type=["number", "null"]
     ),
+    "texts of a form in the place of none": lambda x: x.field("size").update(
+        type=["number", "null", "string"], pattern="^[0-9]+GB$"
+    ),
     "more media types are taken": lambda x: x.post["requestBody"]["content"].update(
         {"application/yaml": {}}
     ),
