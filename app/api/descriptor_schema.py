@@ -13,10 +13,19 @@ from fastapi import Body
 from pydantic import WithJsonSchema
 
 from app.core.model.descriptor import ISOLATIONS
+from app.core.model.failure_causes import MOST_PATTERN, OF_RULES
 from app.core.model.fields import parser_of
 from app.core.model.provisions.artifacts import MOST_PATHS, USUAL_FOLDERS
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
+from app.core.model.provisions.retry import (
+    DOES,
+    GROWABLE,
+    MOST_EXITS,
+    MOST_GROWTH,
+    MOST_RULES,
+    NEVER,
+)
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
 from app.core.model.provisions.variables import MAX_SECRETS
 
@@ -179,6 +188,43 @@ _GRAPH = {
     "examples": [GRAPH_EXAMPLE],
 }
 
+_RETRY_RULE = _object(
+    {
+        "exit": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1, "maximum": 255},
+            "maxItems": MOST_EXITS,
+            "description": "exit statuses that it fits; 128 + N after signal N",
+        },
+        "cause": {"enum": [*OF_RULES], "description": "the cause of the failure that it fits"},
+        "log": {
+            "type": "string",
+            "maxLength": MOST_PATTERN,
+            "description": "regular expression (RE2) that one of the last lines of its log, its"
+            " message or its traceback contains",
+        },
+        "do": {
+            "enum": [*DOES],
+            "description": "`retry` it; `fail` at once; `hold` it until somebody resumes it; or"
+            " retry it `elsewhere`, not on the same device within ten minutes",
+        },
+        "grow": {
+            "type": "object",
+            "properties": {
+                name: {
+                    "type": ["number", "null"],
+                    "exclusiveMinimum": 1,
+                    "maximum": MOST_GROWTH,
+                    "description": f"factor by which `{name}` grows",
+                }
+                for name in GROWABLE
+            },
+            "additionalProperties": False,
+            "description": "what the next attempt asks for more of, up to what a device can give",
+        },
+    },
+    ["do"],
+)
 _TASK = _object(
     {
         "name": {"type": "string", "description": "unique in the request"},
@@ -311,9 +357,39 @@ _TASK = _object(
                 "keep": _whole("number of checkpoints that are kept", 3),
             }
         ),
-        "retry": _object(
-            {"max": _whole("further attempts after a failure; a pause never counts", 0)}
-        ),
+        "retry": {
+            **_object(
+                {
+                    "max": _whole("further attempts after a failure; a pause never counts", 0),
+                    "backoff": _object(
+                        {
+                            "first_s": {
+                                "type": "number",
+                                "default": 2.0,
+                                "description": "seconds until the first further attempt; each one"
+                                " after it waits twice as long",
+                            },
+                            "most_s": {
+                                "type": "number",
+                                "default": 600.0,
+                                "description": "the most seconds until the next attempt",
+                            },
+                        }
+                    ),
+                    "rules": {
+                        "type": "array",
+                        "maxItems": MOST_RULES,
+                        "items": _RETRY_RULE,
+                        "description": "what follows which failure: the first rule that fits wins."
+                        " If none fits, it is retried where that may help",
+                    },
+                }
+            ),
+            "type": ["object", "string"],
+            "pattern": f"^{NEVER}$",
+            "description": "what follows a failure; `never`: it is never started again, even"
+            " if its device was lost",
+        },
         "max_duration_s": {
             "type": "number",
             "default": 86400.0,

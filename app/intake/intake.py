@@ -24,9 +24,10 @@ from typing import Any
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
+from app import log_patterns
 from app.core.model import descriptor as descriptors
 from app.core.model.descriptor import TIERS, BadDescriptor, Descriptor, Source, TaskDescriptor
-from app.core.model.device_choice import TRAITS, text_of, traits_in, with_packages
+from app.core.model.device_choice import TRAITS, traits_in
 from app.core.model.fields import (
     MAX_COMPARED,
     MAX_FAULTS,
@@ -239,6 +240,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         *_type_faults(descriptor, facts.preset_types),
     ]
     more += _network_faults(descriptor, facts.path)
+    more += log_patterns.faults(descriptor)
     more += mounts.faults(session, descriptor, [tenant.id for tenant in facts.path])
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
@@ -582,7 +584,7 @@ _WRITE = text(
             devices.kind, t.spec, devices.memory_bytes, devices.min, devices.max,
             devices.across_hosts, t.choice, :tier, :priority,
             case when start.hold then 'user' else '' end, start.not_before,
-            cast(t.spec #>> '{retry,max}' as int), t.step, :at
+            coalesce(cast(t.spec #>> '{retry,max}' as int), -1), t.step, :at
         from json_to_recordset(cast(:tasks as json)) as t
             (id text, ordinal int, spec jsonb, choice text, step bigint),
             jsonb_to_record(t.spec -> 'devices') as devices
@@ -665,15 +667,14 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
 
 def _row(task: NewTask, environment: TaskEnvironment | None) -> JSON:
     """Return the values of a task's row, with the environment as it is locked now."""
-    spec, choice = task.spec, text_of(task.spec.devices.choice)
+    spec = task.spec
     if environment is not None:
         spec = replace(spec, environment=environment)
-        choice = with_packages(choice, environment.lock)
     return {
         "id": task.id,
         "ordinal": task.ordinal,
         "spec": descriptors.as_json(spec),
-        "choice": choice,
+        "choice": descriptors.choice_text(spec),
         "step": task.step,
     }
 

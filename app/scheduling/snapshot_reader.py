@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session, aliased
 from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.device_choice import NOW, TRAITS, traits_now
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.model.retry_decision import avoided_in
 from app.core.model.snapshot import (
     RESTARTS,
     BoardDevice,
@@ -187,7 +188,7 @@ _COLUMNS = (
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.device_choice, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
     cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
-    TaskRow.goes_on_with, TaskRow.unstored,
+    TaskRow.goes_on_with, TaskRow.unstored, cast(TaskRow.avoids, Text).label("avoids"),
     and_(
         TaskRow.descriptor["run"].has_key("graph"),
         func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
@@ -320,6 +321,7 @@ def _task(
         attempts=row.attempts,
         retry_max=row.retry_max,
         retry_at_s=_seconds(row.retry_at) or 0.0,
+        avoids=() if row.avoids == "[]" else tuple(avoided_in(json.loads(row.avoids))),
         unstored=row.unstored,
     )
 

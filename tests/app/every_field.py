@@ -121,9 +121,16 @@ TASKS: list[JSON] = [
             "labels": ["fast", "nvlink"],
             "avoid_labels": ["spot"],
         },
-        "islands": 3,
         "checkpoint": {"every_s": 45.0, "keep": 17},
-        "retry": {"max": 4},
+        "retry": {
+            "max": 4,
+            "backoff": {"first_s": 3.5, "most_s": 77.0},
+            "rules": [
+                {"exit": [75, 137], "log": "NCCL.*timeout", "do": "elsewhere"},
+                {"cause": "memory", "do": "hold"},
+            ],
+        },
+        "islands": 3,
         "max_duration_s": 7200.0,
         "network": {"allow": ["data.example.org:443"]},
         "env": {"EPOCHS": "13"},

@@ -77,7 +77,8 @@ OTHER_REQUEST_COLUMNS = {
     "id", "tenant_id", "user_id", "state", "submitted_at", "ended_at", "keep", "delete_asked_at",
 }  # fmt: skip
 OTHER_TASK_COLUMNS = {
-    "abroad", "assigned", "attempts", "away", "bound_because", "cancel_asked_at", "capabilities",
+    "abroad", "assigned", "attempts", "avoids", "away", "bound_because", "cancel_asked_at",
+    "capabilities",
     "cause", "cost_milli", "detail", "dropped", "ended_at", "epoch", "event_seq",
     "first_started_at", "gang_id", "goes_on_with", "good_for", "guest_held_us", "held_us", "id",
     "image_on", "island", "launched_at", "lost_steps", "message", "metrics", "move_asked_at",
@@ -408,7 +409,8 @@ NOT_ON_PAGE: dict[str, set[Place]] = {
     },
     "whoever wrote them knows them; they change nothing that the page shows": {
         ("world_size",), ("islands",), ("checkpoint", "every_s"), ("checkpoint", "keep"),
-        ("retry", "max"), ("max_duration_s",), ("from_checkpoint",), ("isolation",),
+        ("retry", "max"), ("retry", "backoff", "first_s"), ("retry", "backoff", "most_s"),
+        ("retry", "rules"), ("max_duration_s",), ("from_checkpoint",), ("isolation",),
         ("notice", "signal"), ("notice", "seconds"), ("session", "idle_s"), ("image",),
         ("mounts",), *(path for path in TASK_FIELDS if path[0] == "resources"),
     },

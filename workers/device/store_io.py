@@ -105,7 +105,7 @@ class Fetched:
 
 class NotFetched(Exception):
     """Raised when a part of a launch is unavailable; `cause` is one of
-    core.model.protocol.messages.CAUSES."""
+    core.model.failure_causes.CAUSES."""
 
     def __init__(self, cause: str, message: str) -> None:
         self.cause, self.message = cause, message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.core.model.failure_causes import CAUSES
 from app.core.model.graphs.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
 from app.core.model.metric_rows import MESSAGE_ROWS
 from app.core.model.protocol import messages
@@ -207,10 +208,19 @@ def dropped(message: JSON) -> JSON:
 def failed(message: JSON) -> JSON:
     """Return the fields of core.model.protocol.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
-    if cause not in messages.CAUSES or cause in _PLATFORM_CAUSES:
+    if cause not in CAUSES or cause in _PLATFORM_CAUSES:
         raise Nonsense(f"cause is {cause!r}")
     return {
         "cause": cause,
         "message": text(message, "message")[:4000],
         "detail": text(message, "detail"),
+        "exit_status": exit_status(message),
     }
+
+
+def exit_status(message: JSON) -> int | None:
+    """Return the exit status that a final message has of the task's own process, if it has one."""
+    status = message.get("exit_status")
+    if status is not None and number(message, "exit_status") > 255:
+        raise Nonsense(f"exit_status is {status!r}")
+    return status

@@ -150,7 +150,8 @@ class TaskOut(Out):
     phase: PhaseWord = Field(description=PHASE_TEXT)
     hold: str = Field(
         "",
-        description="Who paused the task: empty, `user`, `admin`, or `idle` for an idle session.",
+        description="Who paused the task: empty, `user`, `admin`, `idle` for an idle session, or "
+        "`rule` for a rule of `retry`.",
     )
     cancel_asked: bool = False
     island: str | None = None

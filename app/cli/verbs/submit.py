@@ -105,7 +105,10 @@ def submit(
         int | None, typer.Option(help="its place among your own requests, from -100 to 100")
     ] = None,
     tier: Annotated[str, typer.Option(help="premium, standard or basic")] = "",
-    retry: Annotated[int | None, typer.Option(help="further attempts after a failure")] = None,
+    retry: Annotated[
+        str,
+        typer.Option(help="further attempts after a failure, or: never, not even a lost device"),
+    ] = "",
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -285,7 +288,9 @@ def _set_limits(descriptor: JSON, given: JSON) -> None:
         if option == "time":
             task["max_duration_s"] = value
         elif option == "retry":
-            task["retry"] = {**(task.get("retry") or {}), "max": value}
+            policy = task.get("retry")
+            others = policy if isinstance(policy, dict) else {}
+            task["retry"] = value if value == "never" else {**others, "max": value}
         else:
             task["resources"] = {**(task.get("resources") or {}), places[option]: value}
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.device_fraction import told_fraction
 from app.core.model.provisions import session
+from app.core.model.retry_decision import HELD_BY_RULE, AvoidedDevice
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
 from app.core.units import counted
 
@@ -28,6 +29,7 @@ NO_NAMES: Mapping[str, str] = {}
 CODES = {
     "HELD_BY_ADMIN": "ask_admin",
     "HELD_BY_USER": "change_request",
+    "HELD_BY_RULE": "change_request",
     "IDLE_SESSION": "change_request",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
@@ -59,6 +61,7 @@ CODES = {
     "WAITING_FOR_DEVICE": "wait",
     "DEVICE_STOPPING": "wait",
     "SOME_DEVICES_DRAINED": "ask_admin",
+    "AVOIDS_DEVICE": "wait",
     "DEVICE_FREE": "wait",
     "DEVICE_LACKS_ROOM": "wait",
 }
@@ -95,7 +98,8 @@ ACTIONS = {
 
 START = frozenset(
     {
-        "HELD_BY_ADMIN", "HELD_BY_USER", "IDLE_SESSION", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
+        "HELD_BY_ADMIN", "HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "DEPENDENCY",
+        "NOT_BEFORE", "TICKETS",
         "GANG_WANTS_NONE", "RETRY_BACKOFF", "STORE_REFUSES",
     }
 )  # fmt: skip
@@ -116,6 +120,7 @@ CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
 PRIORITY_MAX = 100
 TOLD_MOST = 300  # most characters of the installer's message
 UNFIT_TOLD = 3  # most faulty devices named in a reason
+AVOIDED_TOLD = 3  # most avoided devices named in a reason
 STOPPING_TOLD = 3  # most stopping devices named in a reason
 
 
@@ -188,6 +193,7 @@ class Blockers:
     stopping: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()  # devices that failed, or that health rules have cordoned, and why
     goes_on_on: tuple[str, ...] = ()  # the only devices on which its processes can go on
+    avoided: tuple[AvoidedDevice, ...] = ()  # open devices on which it failed
     # hosts where the task's packages are not ready; their devices are not counted
     installing: tuple[InstallingHost, ...] = ()
 
@@ -235,6 +241,9 @@ def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -
     elif conditions.hold == session.HOLD:
         told = "Idle: its device was given back. It comes back at the next keystroke."
         yield _reason("IDLE_SESSION", told, "somebody types into it", release)
+    elif conditions.hold == HELD_BY_RULE:
+        told = "Held by a rule of its field retry, since an attempt failed; its events say which."
+        yield _reason("HELD_BY_RULE", told, "somebody resumes it", release)
     elif conditions.hold:
         told = "Paused by an administrator."
         yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
@@ -418,11 +427,11 @@ def _where_its_state_is(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 
 def _devices(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     what = _what(task)
-    if seen.up == 0:
+    if seen.up == 0 and not seen.avoided:
         told = f"No {what} is up (known: {seen.devices}).{_unfit(seen.unfit)}"
         change = Change(action="bring_up_device", value=task.memory_bytes, of=task.kind)
         yield _reason("NO_DEVICE_UP", told, f"a {what} comes up", change)
-    elif seen.open == 0 and not seen.stopping:
+    elif seen.open == 0 and not (seen.stopping or seen.avoided):
         told = f"Every {what} that is up is drained ({seen.up} of {seen.up}).{_unfit(seen.unfit)}"
         change = Change(action="uncordon", of=task.kind)
         yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again", change)
@@ -453,6 +462,17 @@ def _devices(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
         change = Change(action="free_devices", value=more, of=task.kind)
         yield _reason("WAITING_FOR_DEVICE", told, until, change)
     yield from _partly_drained(task, seen)
+    if seen.avoided and seen.free + seen.lent < task.width and not seen.pinned_to:
+        yield _avoids(seen.avoided)
+
+
+def _avoids(devices: Sequence[AvoidedDevice]) -> Reason:
+    at_s = min(each.until_s for each in devices)
+    shown = " and ".join(each.device for each in devices[:AVOIDED_TOLD])
+    shown += f" and {len(devices) - AVOIDED_TOLD} more" if len(devices) > AVOIDED_TOLD else ""
+    told = f"It failed on {shown}, and avoids {'them' if devices[1:] else 'it'} for some minutes."
+    until = f"another device is free, or it is {clock(at_s)}"
+    return _reason("AVOIDS_DEVICE", told, until, Change(action="wait_until", value=at_s))
 
 
 def _installing(hosts: Sequence[InstallingHost]) -> Reason:

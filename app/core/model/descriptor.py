@@ -27,6 +27,8 @@ from app.core.model.device_choice import (
     MODEL,
     WHOLE_MILLI,
     DeviceChoice,
+    text_of,
+    with_packages,
 )
 from app.core.model.device_fraction import read_fraction
 from app.core.model.fields import (
@@ -54,6 +56,7 @@ from app.core.model.provisions.mounts import need_of, read_mounts
 from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, read_network
 from app.core.model.provisions.notice import Notice, read_notice
 from app.core.model.provisions.resources import NO_RESOURCES, Resources, read_resources
+from app.core.model.provisions.retry import RetryPolicy, check_rules, read_retry
 from app.core.model.provisions.session import InteractiveSession, read_session
 from app.core.model.provisions.variables import check_variables, read_secrets, read_variables
 
@@ -208,7 +211,7 @@ class TaskDescriptor:
     # most islands that a graph may be partitioned for, or that a gang across hosts may span
     islands: int = 1
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    retry_max: int = 0  # most crashes after which the task starts again
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_duration_s: float = 86400.0
     # Checkpoint of another task, from which this job continues, or in whose working folder this
     # command begins.
@@ -309,6 +312,7 @@ def _task(fields: Fields) -> TaskDescriptor:
     if task.run.kind == "graph" and task.devices.choice.fraction_milli < WHOLE_MILLI:
         told = "graphs share a device in turns; a fraction is for jobs, functions and commands"
         fields.fault("devices/fraction", told, "fraction")
+    check_rules(fields, task.retry, amounts_of(task), islands=task.islands)
     if task.isolation and task.run.kind != "function":
         told = f"a {task.run.kind} never shares its processes with other tasks; leave it out"
         fields.fault("isolation", told)
@@ -342,7 +346,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
         ),
         islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
-        retry_max=_retry(fields.inside("retry")),
+        retry=read_retry(fields),
         max_duration_s=max_duration_s,
         from_checkpoint=fields.text("from_checkpoint", None, _CHECKPOINT, _CHECKPOINT_RULE),
         network=read_network(fields.inside("network")),
@@ -637,14 +641,6 @@ def _checkpoint(fields: Fields) -> Checkpointing:
     return checkpoint
 
 
-def _retry(fields: Fields) -> int:
-    if not fields.given:
-        return 0
-    retry_max = fields.integer("max", 0, least=0, most=100)
-    fields.close()
-    return retry_max
-
-
 def _labels(fields: Fields) -> dict[str, str]:
     labels = fields.mapping("labels")
     if len(labels) > MAX_LABELS:
@@ -713,7 +709,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         },
         "islands": task.islands,
         "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
-        "retry": {"max": task.retry_max},
+        "retry": task.retry.as_json(),
         "max_duration_s": task.max_duration_s,
         "from_checkpoint": task.from_checkpoint,
         "network": task.network.as_json(),
@@ -729,6 +725,31 @@ def as_json(task: TaskDescriptor) -> JSON:
     }
 
 
+def amounts_of(task: TaskDescriptor) -> dict[str, float]:
+    """Return the amounts that may grow from one attempt to the next (`provisions.retry`)."""
+    return {
+        "devices.memory_bytes": task.devices.memory_bytes,
+        "max_duration_s": task.max_duration_s,
+        "resources.disk_bytes": task.resources.disk_bytes,
+        "resources.memory_bytes": task.resources.memory_bytes,
+    }
+
+
+def with_amount(task: TaskDescriptor, name: str, value: float) -> TaskDescriptor:
+    """Return the task with another value for one of its `amounts_of`; bytes are rounded down."""
+    body = as_json(task)
+    *path, last = name.split(".")
+    inner = body[path[0]] if path else body
+    inner[last] = int(value) if last.endswith("_bytes") else value
+    return from_json(body)
+
+
+def choice_text(task: TaskDescriptor) -> str:
+    """Return which devices suit the task, as tables hold it."""
+    choice = text_of(task.devices.choice)
+    return choice if task.environment is None else with_packages(choice, task.environment.lock)
+
+
 def _fraction(choice: DeviceChoice) -> float | None:
     is_whole = choice.fraction_milli == WHOLE_MILLI
     return None if is_whole else choice.fraction_milli / WHOLE_MILLI
@@ -742,8 +763,8 @@ def to_wire(task: TaskDescriptor) -> JSON:
     task that sets it. The device then refuses the order, since it cannot honour the field.
     """
     said = as_json(task)
-    groups = {name: _filled(said[name]) for name in ("start", "devices", "checkpoint", "retry")}
-    return _filled({**said, **groups})
+    groups = {name: _filled(said[name]) for name in ("start", "devices", "checkpoint")}
+    return _filled({**said, **groups, "retry": task.retry.to_wire()})
 
 
 def _filled(said: JSON) -> JSON:

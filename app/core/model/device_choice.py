@@ -100,10 +100,11 @@ class DeviceChoice:
     needs: tuple[str, ...] = ()
     fraction_milli: int = WHOLE_MILLI
     resources: tuple[tuple[str, int], ...] = ()  # `provisions.resources`, sorted by name
+    avoid_devices: tuple[str, ...] = ()  # ids of devices on which the task failed, sorted
 
-    def suits(self, has: DeviceTraits) -> bool:
-        """True if the device meets every field."""
-        return not any(self.unmet(has))
+    def suits(self, has: DeviceTraits, device: str = "") -> bool:
+        """True if the device meets every field; `device` is its id."""
+        return device not in self.avoid_devices and not any(self.unmet(has))
 
     def unmet(self, has: DeviceTraits) -> Iterator[str]:
         """Yield the names of the fields that the device does not meet."""
@@ -172,6 +173,7 @@ def text_of(choice: DeviceChoice) -> str:
         *(f"!{need}" for need in choice.needs),
         *([f"%{choice.fraction_milli}"] if choice.fraction_milli < WHOLE_MILLI else ()),
         *(f"&{name}={most}" for name, most in choice.resources),
+        *(f"~{device}" for device in choice.avoid_devices),
     )
     return ",".join(items)
 
@@ -181,6 +183,13 @@ def with_packages(text: str, lock: str) -> str:
     choice = choice_in(text).lasting
     needs = (*choice.needs, PACKAGES + lock) if lock else choice.needs
     return text_of(replace(choice, needs=tuple(sorted(needs))))
+
+
+@lru_cache(maxsize=4096)
+def choice_without(text: str, devices: tuple[str, ...]) -> str:
+    """Return the text of a choice that none of these devices suits."""
+    avoided = {*choice_in(text).avoid_devices, *devices}
+    return text_of(replace(choice_in(text), avoid_devices=tuple(sorted(avoided))))
 
 
 @lru_cache(maxsize=4096)
@@ -199,6 +208,7 @@ def choice_in(text: str) -> DeviceChoice:
         needs=named("!"),
         fraction_milli=int("".join(named("%")) or WHOLE_MILLI),
         resources=tuple(_resource(said) for said in named("&")),
+        avoid_devices=named("~"),
     )
 
 

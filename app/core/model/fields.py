@@ -32,7 +32,7 @@ _EXAMPLES = {
     "command": '["python", "train.py"]',
     "params": '{"steps": 100}',
     "devices": '{"max": 2}',
-    "retry": '{"max": 3}',
+    "retry": '{"max": 3}, or "never"',
     "resources": '{"cpus": 4, "memory_bytes": 16e9}',
     "isolation": '"process" or "user"',
     "notice": '{"signal": "SIGUSR1", "seconds": 60}',
@@ -139,6 +139,16 @@ class Fields:
                 seen.add(value)
         return tuple(good)
 
+    def integers(self, key: str, *, least: int, most: int, at_most: int) -> tuple[int, ...]:
+        """Return a list of up to `at_most` different whole numbers."""
+        found = self._read(key, list, "a list") or []
+        if len(found) > at_most:
+            self.fault(key, f"must have at most {at_most} items; got {len(found)}", "range")
+        items = {str(n): value for n, value in enumerate(found[:at_most])}
+        inner = Fields(items, f"{self.pointer}/{key}", self.faults)
+        inner.require(*items)
+        return tuple({inner.integer(n, least, least=least, most=most): None for n in items})
+
     def integer(self, key: str, default: int, *, least: int, most: int, why: str = "") -> int:
         """Return a whole number; a form like 8e9 is accepted.  `why` explains the bounds."""
         value = self._read(key, (int, float), "a whole number")
@@ -191,10 +201,12 @@ class Fields:
         value: JSON = self._read(key, dict, "an object") or {}
         return value
 
-    def items(self, key: str, *, least: int, most: int) -> list[tuple[str, object]]:
+    def items(
+        self, key: str, *, least: int, most: int, is_required: bool = True
+    ) -> list[tuple[str, object]]:
         """Return the items of a list, each with its pointer."""
         value = self._read(key, list, "a list")
-        if value is None and self.given and self.body.get(key) is None:
+        if value is None and is_required and self.given and self.body.get(key) is None:
             self.fault(key, f"{key} is required", "missing")
         elif value is not None and not least <= len(value) <= most:
             self.fault(key, f"must have from {least} to {most} items; got {len(value)}", "range")

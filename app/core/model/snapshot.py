@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
 from app.core.model.device_choice import NO_TRAITS, DeviceTraits
+from app.core.model.retry_decision import AvoidedDevice
 
 TIER_SHARE = {"premium": 0.95, "standard": 0.70, "basic": 0.0}
 TIER_WINDOW_S = 3600.0
@@ -300,6 +301,7 @@ class BoardTask:
     attempts: int = 0
     retry_max: int = 0
     retry_at_s: float = 0.0
+    avoids: tuple[AvoidedDevice, ...] = ()  # devices on which it failed, some for too long by now
     unstored: str = ""  # why the store refuses its newest checkpoint or output
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cmp_to_key
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from app.core.explanation.waiting_reasons import (
 from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, with_choice
 from app.core.fairness.usage_decay import unscored, usage_us
 from app.core.model.device_choice import DeviceChoice, choice_in
+from app.core.model.retry_decision import AvoidedDevice
 from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling.board import MILLI, Board, place_in_line
 from app.core.scheduling.reclaim import elastic
@@ -99,7 +101,7 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
         device
         for device in board.devices.values()
         if device.kind == task.kind and device.memory_bytes >= task.memory_bytes
-        if choice.suits(device.traits)
+        if choice.suits(device.traits, device.id)
         if not host or device.host == host
     ]
     open_ = [device.id for device in fitting if board.open(device)]
@@ -135,6 +137,7 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
         unfit=tuple(sorted(f"{device.id}: {device.unfit}" for device in fitting if device.unfit)),
         shed=_shed(board, task),
         goes_on_on=_goes_on_on(board, here, task, open_),
+        avoided=tuple(_avoided(board, task, choice)),
         installing=tuple(_installing(board, task, choice)),
         **_holders(board, task, busy),
     )
@@ -151,13 +154,26 @@ def _goes_on_on(board: Board, here: Lane, task: BoardTask, open_: list[str]) -> 
     return tuple(open_) if is_narrower else ()
 
 
+def _avoided(board: Board, task: BoardTask, choice: DeviceChoice) -> Iterator[AvoidedDevice]:
+    """Yield the devices that could run the task if it had not failed there."""
+    suiting = replace(choice, avoid_devices=())
+    for each in task.avoids:
+        device = board.devices.get(each.device)
+        if device is None or each.device not in choice.avoid_devices or not board.open(device):
+            continue
+        fits = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+        if fits and suiting.suits(device.traits):
+            yield each
+
+
 def _installing(board: Board, task: BoardTask, choice: DeviceChoice) -> Iterator[InstallingHost]:
     """Yield the hosts that could run the task if its packages were ready there."""
     found: dict[str, list[InstallingHost]] = defaultdict(list)
     for device in board.devices.values() if choice.lock else ():
         fits = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
         has = device.traits
-        if fits and board.open(device) and choice.lasting.suits(has) and not choice.suits(has):
+        fits = fits and board.open(device) and choice.lasting.suits(has, device.id)
+        if fits and not choice.suits(has, device.id):
             build = next((one for one in has.builds or () if one.lock == choice.lock), None)
             state, told = ("", "") if build is None else (build.state, build.told)
             found[device.host].append(InstallingHost(host=device.host, state=state, told=told))

@@ -32,9 +32,10 @@ from app.core.fairness.fair_tree import (
     with_choice,
 )
 from app.core.fairness.usage_decay import carried_over
-from app.core.model.device_choice import WHOLE_MILLI, choice_in, with_packages
+from app.core.model.device_choice import WHOLE_MILLI, choice_in, choice_without, with_packages
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.provisions.process_images import choice_where_it_goes_on
+from app.core.model.retry_decision import avoided_now
 from app.core.model.snapshot import (
     BATCH_US,
     BatchSize,
@@ -140,6 +141,8 @@ class Board:
         self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
         # offer of devices (`process_images`) -> waiting commands whose processes need it to go on
         self._movable: dict[str, set[str]] = {}
+        # kind -> tasks that avoid devices on which they failed, as entered in their queues
+        self._avoiding: dict[str, dict[str, None]] = {}
         self.sought: dict[str, str] = {}  # task -> the host on which a place for it is being tried
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
         # tasks of `kept_for` that wait to be launched on their new device
@@ -344,6 +347,7 @@ class Board:
         traits = device.traits if old is None else old.traits
         if was_open != is_open or traits != device.traits:
             self._requeue_movable(device.traits.offers, traits.offers)
+            self._requeue(self._avoiding.get(device.kind, ()))
         if was_open != is_open:
             for id in sorted(self._pinned.get(device.id, ())):
                 self.set_task(self.tasks[id])
@@ -565,19 +569,30 @@ class Board:
 
     def choice_of(self, task: BoardTask) -> str:
         """Return the task's choice; for a movable command, only devices where its processes can be
-        restored.
+        restored. A task that failed on a device avoids it.
 
-        If too few of these take work, the command begins again on any device. Packages that they
-        lack do not count: they are installed there.
+        If too few of these take work, the command begins again on any device, and the task starts
+        where it failed. Packages that they lack do not count: they are installed there.
         """
-        if (choice := where_it_goes_on(task)) == task.choice:
+        choice = where_it_goes_on(task)
+        if choice != task.choice and not self._has_enough(task, choice):
+            choice = task.choice
+        avoided = task.avoids and avoided_now(task.avoids, now_s=self.now_s)
+        if not avoided:
             return choice
-        pool, need = self.pools.get(task.kind), (task.kind, task.width, task.memory_bytes)
-        if pool is None:
-            return task.choice
+        others = choice_without(choice, tuple(each.device for each in avoided))
+        if self._has_enough(task, others):
+            return others
+        return choice_without(choice, tuple(each.device for each in avoided if each.is_strict))
+
+    def _has_enough(self, task: BoardTask, choice: str) -> bool:
+        """True if enough devices that suit the choice take work, whether or not they are free."""
+        if (pool := self.pools.get(task.kind)) is None:
+            return False
+        need = task.kind, task.width, task.memory_bytes
         here = lane(*need, choice=with_packages(choice, ""))
-        sizes = pool.by_host(pool.open, here).values() if task.one_host else [pool.size(here)]
-        return choice if max(sizes, default=0) >= task.width else task.choice
+        sizes = pool.by_host(pool.open, here).values() if task.one_host else [pool.suiting(here)]
+        return max(sizes, default=0) >= task.width
 
     def lane_elsewhere(self, stay: BoardStay) -> Lane:
         """Return what a running task would need of another device to continue there."""
@@ -613,15 +628,15 @@ class Board:
                 del begun[task.id]
             others = list(islice((id for id in begun if id != task.id), 2))
             if not others:
-                self._requeue(task, self._siblings.get(task.request, ()))
+                self._requeue(self._siblings.get(task.request, ()), but=task.id)
             elif len(others) == 1:  # only the freshness of this other task changes
-                self._requeue(task, others)
+                self._requeue(others, but=task.id)
         if not begun:
             del self._begun[task.request]
 
-    def _requeue(self, but: BoardTask, ids: Iterable[str]) -> None:
+    def _requeue(self, ids: Iterable[str], *, but: str = "") -> None:
         for id in list(ids):
-            if id != but.id and id in self.tree:
+            if id != but and id in self.tree:
                 self._line_up(self.tasks[id], returns=True)
 
     def lane(self, task: BoardTask) -> Lane:
@@ -674,6 +689,9 @@ class Board:
                 self._pinned.setdefault(id, set()).add(task.id)
         if task.movable and task.goes_on_with:
             self._movable.setdefault(task.goes_on_with, set()).add(task.id)
+        if task.avoids and (avoided := avoided_now(task.avoids, now_s=self.now_s)):
+            self._avoiding.setdefault(task.kind, {})[task.id] = None
+            heappush(self._wake, (min(each.until_s for each in avoided), task.id))
         if task.retry_at_s > self.now_s:
             heappush(self._wake, (task.retry_at_s, task.id))
         elif task.state == State.waiting and not self._is_away(task):
@@ -713,6 +731,7 @@ class Board:
             for device in self._lies_on(known):
                 self._pinned.get(device, set()).discard(id)
             self._movable.get(known.goes_on_with, set()).discard(id)
+            self._avoiding.get(known.kind, {}).pop(id, None)
         task = self.tree.drop(id)
         if task is None:
             return

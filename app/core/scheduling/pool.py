@@ -193,7 +193,9 @@ class Pool:
 
     def meets_choice(self, id: str, lane: Lane) -> bool:
         """True if the device suits the lane's choice, whatever its memory."""
-        return not lane.choice or choice_in(lane.choice).suits(self.traits.get(id, NO_TRAITS))
+        if not lane.choice:
+            return True
+        return choice_in(lane.choice).suits(self.traits.get(id, NO_TRAITS), id)
 
     def takes(self, id: str, lane: Lane) -> bool:
         """True if the device may get a task of the lane: it fits the lane, its pin and its host.

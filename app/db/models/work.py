@@ -20,6 +20,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from app.core.model import descriptor
 from app.core.model.descriptor import TIERS, TaskDescriptor
 from app.core.model.lifecycle import State
+from app.core.model.retry_decision import HELD_BY_RULE
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of, txid_column
 
 REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
@@ -161,7 +162,11 @@ class Task(Base):
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
     shares: Mapped[bool] = mapped_column(server_default=text("false"))
     attempts: Mapped[int] = mapped_column(server_default="0")
+    # most attempts after failures; -1: it never starts again (`core.model.provisions.retry`)
     retry_max: Mapped[int] = mapped_column(server_default="0")
+    # devices on which it failed, as [device, until when in seconds since 1970, whether it rather
+    # waits than starts there] (`core.model.retry_decision`)
+    avoids: Mapped[list[Any]] = json_column("[]")
     retry_at: Mapped[datetime | None]
     waiting_since: Mapped[datetime | None]
     waited_us: Mapped[int] = mapped_column(BigInteger, server_default="0")  # sum of all ended waits
@@ -202,7 +207,7 @@ class Task(Base):
     __table_args__ = (
         UniqueConstraint("request_id", "name"),
         one_of("state", State),
-        one_of("hold", ("", "user", "admin", "idle")),
+        one_of("hold", ("", "user", "admin", "idle", HELD_BY_RULE)),
         one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),

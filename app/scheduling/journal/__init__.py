@@ -27,7 +27,7 @@ from app.scheduling.journal.decisions import UnwrittenPlan, store, store_part
 from app.scheduling.journal.device_rows import lock
 from app.scheduling.journal.losses import hand_over, lose, unseat
 from app.scheduling.journal.orders import order_round, order_saves, ordered
-from app.scheduling.journal.reports.events import RETRY_LONGEST_S, STORE_AGAIN_S
+from app.scheduling.journal.reports.events import STORE_AGAIN_S
 from app.scheduling.journal.reports.heartbeats import record, record_all
 from app.scheduling.journal.reports.quiet import renew, write_progress
 from app.scheduling.journal.reports.residents import LAUNCHES_UNSEEN
@@ -38,7 +38,6 @@ from app.scheduling.journal.unassigned import cancel, give_up
 __all__ = [
     "CHANGES",
     "LAUNCHES_UNSEEN",
-    "RETRY_LONGEST_S",
     "STORE_AGAIN_S",
     "UnwrittenPlan",
     "break_off",

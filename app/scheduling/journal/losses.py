@@ -9,8 +9,9 @@ from sqlalchemy.orm import Session
 
 from app.core.fairness import usage_decay
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.model.lifecycle import ENDED, Move
+from app.core.model.lifecycle import ENDED, Move, State
 from app.core.model.protocol.messages import Alive
+from app.core.model.provisions.retry import NEVER_MAX
 from app.db import transactions
 from app.db.models import Device, Placement, Task
 from app.scheduling.journal import device_rows, task_writer
@@ -134,7 +135,8 @@ def lose(
 ) -> None:
     """Record that the device no longer holds the task, which goes back to the queue.
 
-    The task will resume from its last checkpoint.  `unheard_us` is how long it held the device
+    The task will resume from its last checkpoint. With `retry: never` it fails instead, since its
+    device may have run some of it.  `unheard_us` is how long it held the device
     after the device's last heartbeat (rule F1).
     """
     if placement.started_at is not None and unheard_us:
@@ -142,9 +144,14 @@ def lose(
         task.unheard_us += unheard_us
     device = task.seat
     task_writer.close_stay(session, task, placement, LOST)
-    task_writer.move_task(session, task, Move.Lost)
+    is_final = task.retry_max == NEVER_MAX
+    task_writer.move_task(session, task, Move.GaveUp if is_final else Move.Lost)
     task_writer.forget_image(session, task)
-    if task.state in ENDED:
+    if task.state == State.failed:
+        task.cause, task.message, task.detail = LOST, because, None
+        told = f"{because} It is never started again (retry: never)."
+        task_writer.end_task(session, task, "task.failed", told, cause=LOST, device=device)
+    elif task.state in ENDED:
         task_writer.end_task(session, task, "task.cancelled", because)
     else:
         task_writer.tell(session, task, "task.lost", because, device=device, step=task.step)

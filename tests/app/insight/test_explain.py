@@ -85,6 +85,10 @@ class Scene:
         task = self.scenery.task(self.a, "blocked", hold="user")
         return task, lambda _: setattr(task, "hold", "")
 
+    def held_by_rule(self):
+        task = self.scenery.task(self.a, "blocked", hold="rule")
+        return task, lambda _: setattr(task, "hold", "")
+
     def idle_session(self):
         task = self.scenery.task(self.a, "blocked", hold="idle")
         return task, lambda _: setattr(task, "hold", "")
@@ -329,6 +333,18 @@ class Scene:
             stopping.facts = {}
 
         return self.scenery.task(self.a), do
+
+    def avoids_device(self):
+        self.scenery.device("d1")
+        self.held(self.b, device="d1")
+        until_s = datetime.now(UTC).timestamp() + 60.0
+        task = self.scenery.task(self.a, avoids=[["d0", until_s, False]])
+
+        def do(change):
+            assert (change["action"], change["value"]) == ("wait_until", pytest.approx(until_s))
+            task.avoids = [["d0", until_s - 3600.0, False]]  # as if it were that late
+
+        return task, do
 
     def some_devices_drained(self):
         self.held(self.b)

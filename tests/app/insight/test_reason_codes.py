@@ -10,12 +10,12 @@ from app.api.schemas.base import PhaseWord, RequestState, TaskState
 from app.api.schemas.tasks import ReasonOut, TimeSpentOut, UnknownOut
 from app.cli import wording
 from app.core.explanation import waiting_reasons
+from app.core.model import failure_causes
+from app.core.model.failure_causes import CAUSES
 from app.core.model.lifecycle import State
 from app.core.model.phase import Phase
-from app.core.model.protocol import messages
 from app.db.models.work import REQUEST_STATES
 from app.pages import charts
-from app.scheduling.journal.reports import device_health
 
 ROOT = Path(__file__).parents[3]
 CODES = set(waiting_reasons.CODES)
@@ -27,14 +27,14 @@ OPEN = {
     # devices that become free
     "FROZEN_ON_DEVICE", "IMAGE_BEING_SAVED", "MOVING", "GANG_NEEDS_MORE_DEVICES",
     "DEVICES_KEPT_FOR_A_GANG", "WAITING_FOR_DEVICE", "DEVICE_STOPPING", "SOME_DEVICES_DRAINED",
-    "DEVICE_FREE", "DEVICE_LACKS_ROOM",
+    "AVOIDS_DEVICE", "DEVICE_FREE", "DEVICE_LACKS_ROOM",
     # others that go first, or may not be paused now
     "TENANT_OVER_FAIR_SHARE", "USER_OVER_FAIR_SHARE", "HIGHER_PRIORITY_AHEAD",
     "EARLIER_TASK_AHEAD", "GUARANTEED_TO_OTHERS", "HOLDERS_PROTECTED", "TIER_SHED",
 }  # fmt: skip
 #: Reasons that a user ends by changing the request, and those that only an administrator ends. All
 #: others end without either.
-OF_USER = {"HELD_BY_USER", "IDLE_SESSION"}
+OF_USER = {"HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION"}
 OF_ADMIN = {
     "HELD_BY_ADMIN", "STORE_REFUSES", "NO_SCHEDULER", "NO_DEVICE_UP", "DEVICE_DRAINED",
     "TOO_FEW_DEVICES", "TENANT_LIMIT", "TENANT_RUNNING_LIMIT", "TIER_SHED", "SOME_DEVICES_DRAINED",
@@ -140,9 +140,10 @@ def test_times_of_an_explanation_have_words_in_command_and_pages():
 
 
 def test_causes_that_workers_report_are_those_of_the_protocol():
-    assert messages.CAUSES.keys() >= device_health.SUSPECT_CAUSES
+    known = CAUSES.keys()
+    assert known >= failure_causes.SUSPECT | failure_causes.AVOIDED_AFTER | failure_causes.EXCUSED
     named: set[str] = set()
     for path in (*(ROOT / "workers").rglob("*.py"), *(ROOT / "app/scheduling").rglob("*.py")):
         named |= set(re.findall(r'\bcause="(\w+)"', path.read_text()))
     assert named
-    assert named <= messages.CAUSES.keys()
+    assert named <= known

@@ -27,6 +27,7 @@ from app.core.model.protocol.messages import (
     encode,
 )
 from app.core.model.provisions.mounts import digest
+from app.core.model.provisions.retry import RetryBackoff
 from app.core.model.snapshot import Plan, PlanDecision
 from app.core.scheduling.rounds.pace import HeartbeatPace
 from app.db import transactions
@@ -1006,7 +1007,7 @@ class TestEnd:
         running.retry_max, running.attempts = 100, 90
         crash = event(Failed, running, 2, cause="exception", message="boom")
         hear(session, residents=[view(running, "ended")], events=[crash])
-        wait = Task.retry_at - func.now() <= timedelta(seconds=journal.RETRY_LONGEST_S)
+        wait = Task.retry_at - func.now() <= timedelta(seconds=RetryBackoff().most_s)
         assert session.scalars(select(wait)).one()
 
     def test_cancel_waits_for_the_device_even_during_a_pause(self, session, running):

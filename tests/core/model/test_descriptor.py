@@ -30,6 +30,7 @@ from app.core.model.descriptor import (
 )
 from app.core.model.device_choice import CAPABILITY, MODEL
 from app.core.model.fields import MAX_FAULTS, Fault
+from app.core.model.provisions.retry import RetryPolicy, RetryRule
 from tests.thoroughness import examples
 
 JSON = dict[str, Any]
@@ -134,7 +135,7 @@ def test_example_descriptor_is_read() -> None:
     assert prep.inputs == {"raw": Source(kind="datablock", name="corpus-v3")}
     assert train.inputs == {"tokens": Source(kind="task", name="prep", output="tokens")}
     assert train.devices == Devices(kind="cuda", min=1, max=4, memory_bytes=8_000_000_000)
-    assert (train.checkpoint.every_s, train.retry_max, train.max_duration_s) == (600, 2, 14400)
+    assert (train.checkpoint.every_s, train.retry.max, train.max_duration_s) == (600, 2, 14400)
     assert sweep.labels == {"exp": "a1"}
     assert sweep.notify == Notify(webhook="https://example.org/hook", on=("done", "failed"))
 
@@ -154,7 +155,7 @@ def test_every_field_but_the_task_is_optional() -> None:
     assert (descriptor.name, descriptor.tier, descriptor.priority) == (None, "standard", 0)
     assert (task.type, task.world_size, task.devices) == ("default", 1, Devices())
     assert (task.checkpoint.every_s, task.checkpoint.keep) == (60, 3)
-    assert (task.retry_max, task.max_duration_s) == (0, 86400)
+    assert (task.retry.max, task.max_duration_s) == (0, 86400)
 
 
 def test_only_ranks_with_steps_may_have_a_device_each() -> None:
@@ -410,6 +411,42 @@ def test_what_is_no_stored_task_is_refused_with_its_place(
         ({"checkpoint": {"keep": 0}}, "/checkpoint/keep", "range"),
         ({"retry": {"max": -1}}, "/retry/max", "range"),
         ({"retry": 3}, "/retry", "type"),
+        ({"retry": "often"}, "/retry", "type"),
+        ({"retry": {"backoff": {"first_s": 0}}}, "/retry/backoff/first_s", "range"),
+        ({"retry": {"backoff": {"first_s": 9, "most_s": 8}}}, "/retry/backoff/most_s", "range"),
+        ({"retry": {"rules": {}}}, "/retry/rules", "type"),
+        *[
+            ({"retry": {"max": 1, "rules": [rule]}}, f"/retry/rules/0/{field}", code)
+            for rule, field, code in (
+                ({"exit": [1]}, "do", "missing"),
+                ({"do": "stop"}, "do", "invalid"),
+                ({"do": "fail", "exits": [1]}, "exits", "unknown-field"),
+                ({"do": "fail", "exit": [0]}, "exit/0", "range"),
+                ({"do": "fail", "exit": [1, 256]}, "exit/1", "range"),
+                ({"do": "fail", "exit": [None]}, "exit/0", "missing"),
+                ({"do": "fail", "exit": 1}, "exit", "type"),
+                ({"do": "fail", "exit": [*range(1, 34)]}, "exit", "range"),
+                ({"do": "fail", "cause": "oom"}, "cause", "invalid"),
+                ({"do": "fail", "cause": "store"}, "cause", "invalid"),
+                ({"do": "fail", "log": "x" * 201}, "log", "invalid"),
+                ({"do": "retry", "grow": {"cpus": 2}}, "grow/cpus", "unknown-field"),
+                ({"do": "retry", "grow": {"max_duration_s": 1}}, "grow/max_duration_s", "range"),
+                ({"do": "fail", "grow": {"max_duration_s": 2}}, "grow", "invalid"),
+                (
+                    {"do": "retry", "grow": {"resources.memory_bytes": 2}},
+                    "grow/resources.memory_bytes",
+                    "invalid",
+                ),
+            )
+        ],
+        (
+            {"retry": {"rules": [{"do": "hold", "log": c} for c in "abcde"]}},
+            "/retry/rules",
+            "range",
+        ),
+        ({"retry": {"rules": [{"do": "fail", "cause": "exit"}] * 17}}, "/retry/rules", "range"),
+        ({"retry": {"rules": [{"do": "retry"}]}}, "/retry/max", "range"),
+        ({"retry": {"rules": [{"do": "fail"}, {"do": "hold"}]}}, "/retry/rules/0", "invalid"),
         ({"max_duration_s": 0}, "/max_duration_s", "range"),
         ({"max_duration_s": 10**400}, "/max_duration_s", "range"),
         ({"command": ["x"]}, "/command", "unknown-field"),
@@ -501,7 +538,7 @@ def test_field_at_a_wrong_place_is_told_its_place(where: str, field: str, place:
     ("fields", "detail"),
     [
         ({"devices": 2}, 'must be an object, not a number; for example {"max": 2}'),
-        ({"retry": 3}, 'must be an object, not a number; for example {"max": 3}'),
+        ({"retry": 3}, 'must be an object, not a number; for example {"max": 3}, or "never"'),
         (
             {"run": {"command": "python train.py"}},
             'must be a list, not a text; for example ["python", "train.py"]',
@@ -707,3 +744,27 @@ def test_limit_that_no_host_keeps_is_refused(field, value, told):
     (fault,) = raised.value.faults
     assert fault.pointer == f"/tasks/0/resources/{field}"
     assert told in fault.detail
+
+
+def test_retry_reads_its_short_form_its_rules_and_what_older_versions_stored() -> None:
+    rule = {"cause": "memory", "do": "retry", "grow": {"resources.memory_bytes": 1.5}}
+    body = {"max": 2, "rules": [rule, {"exit": [75], "log": "a.*b", "do": "fail"}]}
+    (task,) = parse(one(resources={"memory_bytes": "1GB"}, retry=body)).tasks
+    assert task.retry == RetryPolicy(
+        max=2,
+        rules=(
+            RetryRule(cause="memory", grow={"resources.memory_bytes": 1.5}),
+            RetryRule(exits=(75,), log="a.*b", do="fail"),
+        ),
+    )
+    (never,) = parse(one(retry="never")).tasks
+    assert (never.retry.max, as_json(never)["retry"], to_wire(never)["retry"]) == (
+        -1,
+        "never",
+        "never",
+    )
+    for each in (task, never):
+        assert from_json(as_json(each)) == from_json(to_wire(each)) == each
+    assert from_json({**as_json(task), "retry": {"max": 3}}).retry == RetryPolicy(max=3)
+    (plain,) = parse(one(retry={"max": 3})).tasks
+    assert to_wire(plain)["retry"] == {"max": 3}, "older devices know no more"

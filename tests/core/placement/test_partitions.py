@@ -270,7 +270,7 @@ def test_partitions_take_the_place_of_their_task() -> None:
     mine = [name for name in tasks if name.startswith("wide.")]
     assert mine == ["wide.0", "wide.1"]
     assert not request_graph.check(found)
-    assert {tasks[name].retry_max for name in mine} == {2}
+    assert {tasks[name].retry.max for name in mine} == {2}
     assert all("make" in tasks[name].start.after for name in mine)
     assert set(tasks["last"].start.after) == {*mine}
     giver = tasks[tasks["use"].inputs["y"].name]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from app.core.model.protocol.messages import CAUSES, Failed, Finished, Paused, Saved, Started
+from app.core.model.failure_causes import CAUSES
+from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started
 from app.storage.store import Damaged, OtherBytes, Store, blob
 from tests.s3 import serving
 from tests.workers.bundle.blocks import digest

@@ -284,11 +284,13 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """The task failed: `cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a
-    difference.
+    """The task failed: `cause` is one of `core.model.failure_causes.CAUSES`; `detail` is for the
+    owner: a traceback, a path, a difference.
 
-    `outputs` are the ARTIFACTS of a command, if it left any; `dropped` is as in Finished. `noticed`
-    is the reason of the notice that a command got before it asked to begin again, or empty.
+    `exit_status` is that of the task's process, or None; after signal N it is 128 + N, as in a
+    shell. `outputs` are the ARTIFACTS of a command, if it left any; `dropped` is as in Finished.
+    `noticed` is the reason of the notice that a command got before it asked to begin again, or
+    empty. `matched` has the patterns of `retry` that a line of the log matches, each with the line.
     """
 
     cause: str
@@ -297,6 +299,8 @@ class Failed(Event):
     outputs: JSON = field(default_factory=dict)
     dropped: JSON = field(default_factory=dict)
     noticed: str = ""
+    exit_status: int | None = None
+    matched: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,26 +320,6 @@ ARTIFACTS = "artifacts.zip"
 #: How an input came to its task: it was on the host, another host gave it, or it came from the
 #: store.
 WAYS = ("here", "host", "store")
-
-#: Cause of a failed attempt -> True if another attempt may help (and `retry.max` permits one).
-CAUSES = {
-    "exception": True,  # the tenant's code raised an exception
-    "exit": True,  # the process ended without a message: killed, out of memory, os._exit
-    "max_duration": False,  # the task held its slot for max_duration_s
-    "uncapturable": False,  # the state cannot be captured, so the task could never be paused
-    "preset": False,  # torch did not take the preset
-    "secret": False,  # a secret that the task names cannot be given to it
-    "device_preset": False,  # the driver of the device refused a setting of the preset
-    "bundle": False,  # the code could not be loaded
-    "environment": True,  # the packages of its request could not be installed
-    "mount": True,  # a mount cannot be shown on the host, or the tenant may no longer use it
-    "image": True,  # the checkpoint could not be restored; an older one is tried
-    # the device could not set up the task's process: the retry uses up no attempt
-    "device": True,
-    "host": True,  # another host of the gang was lost: the retry uses up no attempt
-    "store": True,  # the store did not answer: retried without using up an attempt
-    "again": True,  # a command with a notice asked to begin again (`provisions.notice`)
-}
 
 
 # --- the heartbeat and its answer ---------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.core.model.device_choice import BUILD_STATES, NEED
+from app.core.model.failure_causes import MOST_PATTERN
 
 Check = Callable[[Any], bool]
 
@@ -266,6 +267,8 @@ FIELDS: dict[str, Check] = {
     "notice_us": _is_count,
     "why": _text(_WORD, or_none=True),
     "noticed": _text(_WORD, or_none=True),
+    "matched": _by_name(lambda it: isinstance(it, str) and len(it) <= MOST_PATTERN, _is_sentence),
+    "exit_status": lambda value: value is None or (_is_count(value) and value <= 255),
     "sha256": _is_hash,
     "size_bytes": _is_count,
     "new_bytes": _is_count,

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from app.core.device import health_cordons
 from app.core.device.health_cordons import Fitness, HealthReport, TaskFailure
 from app.core.device.health_findings import Effect
+from app.core.model import failure_causes
 from app.core.model.checkpoints.migration import ANYWHERE
 from app.core.model.lifecycle import State
 from app.core.model.protocol.messages import Alive, Failed
@@ -25,9 +26,6 @@ from app.scheduling.journal import losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 
 log = logging.getLogger(__name__)
-
-#: Causes of failures that a faulty device may have brought about.
-SUSPECT_CAUSES = frozenset({"exception", "exit", "preset"})
 
 
 def take_in(session: Session, device: Device, alive: Alive) -> None:
@@ -113,7 +111,7 @@ def _may_move(task: Task) -> bool:
 def note_failure(session: Session, placement: Placement, event: Failed) -> None:
     """Record that a task failed on a watched device, if the device may be the cause."""
     device = session.get_one(Device, placement.device_id)
-    if not device.health or event.cause not in SUSPECT_CAUSES:
+    if not device.health or event.cause not in failure_causes.SUSPECT:
         return
     at_s = transactions.now_s(session)
     after = health_cordons.task_failed(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from app.core.model import codec
+from app.core.model import codec, failure_causes
 from app.core.model.checkpoints import migration
 from app.core.model.checkpoints.migration import MOVABLE, Moving
 from app.core.model.descriptor import RunSpec, TaskDescriptor
 from app.core.model.lifecycle import ENDED, Move
 from app.core.model.protocol import messages
-from app.core.model.protocol.messages import CAUSES, key
+from app.core.model.protocol.messages import key
 from app.core.model.provisions.process_images import mark_in
 from app.core.model.snapshot import RESTARTS
 from app.core.units import counted
@@ -27,13 +27,11 @@ from app.db.models import Checkpoint, Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import guest_placements
 from app.scheduling.journal import device_rows, losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
-from app.scheduling.journal.reports import device_health, outputs, restarts
+from app.scheduling.journal.reports import device_health, outputs, restarts, retries
 
 log = logging.getLogger(__name__)
 
 
-RETRY_BACKOFF_S = 2.0  # wait before the first retry; doubled with each attempt
-RETRY_LONGEST_S = 600.0
 STORE_AGAIN_S = 10.0  # wait before a new launch after the store was unreachable
 
 
@@ -404,13 +402,9 @@ def _publish(session: Session, task: Task, output: str, name: str) -> None:
     task_writer.tell(session, task, "task.published", told, **task.outputs[output])
 
 
-def _retry_wait_s(attempts: int) -> float:
-    return float(min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (attempts - 1)))
-
-
 def _failed(session: Session, task: Task, placement: Placement, event: messages.Failed) -> None:
     if event.cause == restarts.CAUSE:
-        wait_s = _retry_wait_s(task.attempts + 1)
+        wait_s = task.spec.retry.backoff.wait_s(task.attempts + 1)
         restarts.begin_again(session, task, placement, event, wait_s=wait_s)
         return
     task_writer.close_stay(session, task, placement, "failed")
@@ -419,34 +413,32 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     task.outputs, task.dropped = _kept(task, task.spec, event.outputs), event.dropped
     task.unstored = ""
     older = event.cause == "image" and _damage(session, task, event.epoch)
-    away = _is_excused(session, placement, event)
-    retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
-    task_writer.move_task(session, task, Move.Failed if retry else Move.GaveUp)
+    away = not older and _is_excused(session, placement, event)
+    decision = retries.decide(session, task, placement, event, is_excused=older or away)
+    task_writer.move_task(session, task, Move.GaveUp if decision.gives_up else Move.Failed)
     task_writer.forget_image(session, task)
+    said = retries.told_of(event, decision)
     if task.state in ENDED:
-        task_writer.end_task(session, task, f"task.{task.state}", event.message, cause=event.cause)
+        told = f"{event.message} {decision.told}".rstrip()
+        task_writer.end_task(session, task, f"task.{task.state}", told, **said)
         return
-    told = "It resumes from the previous checkpoint."
-    if away:
-        wait_s = STORE_AGAIN_S if event.cause == "store" else 0.0
-        task.retry_at = transactions.now(session) + timedelta(seconds=wait_s)
-        told = "It restarts soon; this does not count as an attempt."
-    elif not older:
-        task.attempts += 1
-        wait_s = _retry_wait_s(task.attempts)
-        task.retry_at = transactions.now(session) + timedelta(seconds=wait_s)
-        told = f"It is retried ({task.attempts} of {task.retry_max})."
-    task_writer.tell(session, task, "task.retry", f"{event.message} {told}", cause=event.cause)
+    if older:
+        decision = replace(decision, told="It resumes from the previous checkpoint.")
+    elif event.cause == "store":
+        decision = replace(decision, wait_s=STORE_AGAIN_S)
+    retries.apply(session, task, event, decision)
+    type_ = "task.held" if decision.is_held else "task.retry"
+    task_writer.tell(session, task, type_, f"{event.message} {decision.told}", **said)
 
 
 def _is_excused(session: Session, placement: Placement, event: messages.Failed) -> bool:
     """True if the task is not to blame: it restarts, and uses up no attempt."""
     if event.cause == "device":
         device_health.note_fault(session, placement)
-    if event.cause in ("store", "host", "device"):
+    if event.cause in failure_causes.EXCUSED:
         return True
     device_health.note_failure(session, placement, event)
-    return event.cause in device_health.SUSPECT_CAUSES and device_health.excuses(session, placement)
+    return event.cause in failure_causes.SUSPECT and device_health.excuses(session, placement)
 
 
 def _damage(session: Session, task: Task, epoch: int) -> bool:

@@ -95,6 +95,8 @@ NAMED: dict[str, Any] = {
     "Answer.mounts": {"imagenet": "/srv/imagenet"},
     "Answer.images": {"ubuntu": "/srv/ubuntu"},
     "environments": [HASH],
+    "exit_status": 137,
+    "matched": {"NCCL.*timeout": "NCCL: a timeout after 600 s"},
 }
 
 
