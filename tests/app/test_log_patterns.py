@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.app.conftest import problem
 
 from app.core.model.provisions.retry import RetryPolicy, RetryRule
 from app.log_patterns import (
@@ -13,6 +12,7 @@ from app.log_patterns import (
     compiled,
     matched_lines,
 )
+from tests.app.conftest import problem
 
 
 def policy(*patterns):

@@ -169,6 +169,7 @@ def test_attack_ends_with_the_limit_that_it_reached_and_its_neighbour_goes_on(
     neighbour.during(2.0)
     failed = rig.event(Failed, name)
     assert told in failed.message
+    assert (failed.cause == "memory") == (resource == "memory")
     record_property("seen", f"{failed.message} {neighbour.went_on()}")
 
 
@@ -252,6 +253,7 @@ def test_limits_are_kept_without_control_groups(
     plain.launch(name, _python(attack), resources={"memory_bytes": 2**28, "processes": 64})
     failed = plain.event(Failed, name)
     assert told in f"{failed.message} {failed.detail}"
+    assert (failed.cause == "memory") == (resource == "memory")
 
 
 def test_memory_that_processes_share_counts_once_without_control_groups(plain: DeviceRig) -> None:

@@ -76,6 +76,7 @@ from workers.commands.wakeups import Wakeups
 from workers.commands.working_folder import INTERNAL, WorkingFolder
 from workers.hardware.cuda_checkpoint import NotDone, StillHeld, TreeMemory
 from workers.process import slab as slabs
+from workers.process.exit_status import shell_status
 from workers.process.image_layout import BadLayout
 from workers.process.isolation import sandbox
 from workers.process.slab import Slab
@@ -800,9 +801,14 @@ class Stub:
         full += " " if full else ""
         ended = _how_it_ended(self.status or 0)
         if self.gang is None:
-            return _failed("exit", f"{full}{ended}")
-        first = f"{full}rank {self.failed_rank}: {ended}"
-        return _failed("exit", first, "\n".join(self._ends_of_ranks()))
+            first, more = f"{full}{ended}", ""
+        else:
+            first = f"{full}rank {self.failed_rank}: {ended}"
+            more = "\n".join(self._ends_of_ranks())
+        return _failed("exit", first, more, **self._exit_status())
+
+    def _exit_status(self) -> dict[str, int]:
+        return {"exit_status": shell_status(self.status)} if self.status else {}
 
     def _tell_ending(self, dropped: JSON) -> None:
         if not self.is_ending:
@@ -870,8 +876,8 @@ def capabilities(devices: TreeMemory) -> list[str]:
     return ["pause", "restart", *(["device_memory"] if devices.can_leave else [])]
 
 
-def _failed(cause: str, message: str, detail: str = "") -> Ending:
-    return Ending("failed", cause=cause, message=message, detail=detail)
+def _failed(cause: str, message: str, detail: str = "", **more: int) -> Ending:
+    return Ending("failed", cause=cause, message=message, detail=detail, **more)
 
 
 def _cannot_start(program: str, error: OSError) -> str:

@@ -20,6 +20,7 @@ LOG_LIMIT_BYTES = 1 * 2**20
 # of each stream; half of them may have come from the pipe after the task's own last words, if
 # several processes write to it
 TAIL_BYTES = 128 * 1024
+RECENT_LINES, RECENT_CHARACTERS = 100, 500
 LAST_LINES = 20  # lines of stderr that become the detail of a failed command
 
 
@@ -32,6 +33,8 @@ class Log:
         self.held_bytes = 0
         self.dropped = 0
         self.last = deque[str](maxlen=LAST_LINES)  # last lines of stderr, acknowledged or not
+        # last lines of both streams, in which patterns of `retry` are sought
+        self.recent = deque[str](maxlen=RECENT_LINES)
         self._open = {"stdout": b"", "stderr": b""}  # incomplete last lines, not redacted yet
         self._tails: dict[str, bytes] = {}  # newest bytes of each stream in a flood, not redacted
         self.redactor = NO_SECRETS
@@ -149,6 +152,8 @@ class Log:
 
     def _keep(self, stream: str, text: str, *, is_last: bool = True) -> None:
         self.waiting.append((stream, text))
+        if is_last:
+            self.recent.append(text[:RECENT_CHARACTERS])
         if stream == "stderr" and is_last:
             self.last.append(text)
         self.held_bytes += _line_bytes(stream, text)

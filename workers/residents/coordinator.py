@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from app.core.model.graphs.task_graph import worth_telling
+from workers.process.exit_status import shell_status
 from workers.process.image_layout import Extent, Layout
 from workers.process.isolation import sandbox
 from workers.process.slab import INDEX_LIMIT_BYTES, Slab
@@ -644,4 +645,5 @@ def _without_head(message: JSON) -> JSON:
 
 def unsaid(rank: int, code: int) -> JSON:
     how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with status {code}"
-    return {"is": "failed", "cause": "exit", "message": f"its process {how}.", "detail": ""}
+    said = {"is": "failed", "cause": "exit", "message": f"its process {how}.", "detail": ""}
+    return {**said, "exit_status": shell_status(code)}

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from workers.capture.capture import Uncapturable
 from workers.graph import runner
 from workers.switching.staging import ImageTooLarge
@@ -67,9 +69,20 @@ def as_ending(error: BaseException, *, cause: str = "exception", begun: str = ""
         raise error
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     shown = traceback.format_exception(type(error), error, _theirs(error))
+    if cause == "exception":
+        cause = _cause_of(error)
     return Ending(
         "failed", cause=cause, message=begun + last[:2000], detail="".join(shown)[-DETAIL_LIMIT:]
     )
+
+
+def _cause_of(error: BaseException) -> str:
+    match error:
+        case MemoryError():
+            return "memory"
+        case torch.OutOfMemoryError():
+            return "device_memory"
+    return "exception"
 
 
 def _theirs(error: BaseException) -> Any:

@@ -244,22 +244,29 @@ def test_outputs_of_other_tasks_are_files_in_inputs(rig):
 
 
 FAILURES = [
-    (shell("echo first >&2; echo why >&2; exit 3"), "exit", "with exit status 3.", "why"),
-    (shell("kill -SEGV $$"), "exit", "It was ended by SIGSEGV.", ""),
-    (shell("kill -9 $$"), "exit", "by SIGKILL; perhaps it ran out of memory.", ""),
-    (["pyhton", "x.py"], "bundle", "'pyhton' was not found", "No such file"),
-    (["./count.py", "1"], "bundle", '["bash", "./count.py"]', "Permission denied"),
-    (["/usr"], "bundle", "may not be executed", ""),
+    (shell("echo first >&2; echo why >&2; exit 3"), "exit", 3, "with exit status 3.", "why"),
+    (shell("kill -SEGV $$"), "exit", 139, "It was ended by SIGSEGV.", ""),
+    (shell("kill -9 $$"), "exit", 137, "by SIGKILL; perhaps it ran out of memory.", ""),
+    (["pyhton", "x.py"], "bundle", None, "'pyhton' was not found", "No such file"),
+    (["./count.py", "1"], "bundle", None, '["bash", "./count.py"]', "Permission denied"),
+    (["/usr"], "bundle", None, "may not be executed", ""),
 ]
 
 
 def test_failure_of_a_command_is_described(rig):
-    for n, (argv, cause, told, detail) in enumerate(FAILURES):
+    for n, (argv, cause, exit_status, told, detail) in enumerate(FAILURES):
         rig.launch(f"t{n}", argv)
         failed = rig.event(Failed, f"t{n}")
-        assert failed.cause == cause
+        assert (failed.cause, failed.exit_status) == (cause, exit_status)
         assert told in failed.message
         assert detail in failed.detail
+
+
+def test_lines_that_patterns_of_rules_match_come_with_the_failure(rig):
+    rules = [{"log": "NCCL.*timeout", "do": "fail"}, {"log": "never printed", "do": "fail"}]
+    argv = shell("echo old NCCL timeout; echo NCCL: a timeout; echo why >&2; exit 3")
+    rig.launch("t1", argv, retry={"rules": rules})
+    assert rig.event(Failed, "t1").matched == {"NCCL.*timeout": "NCCL: a timeout"}
 
 
 def test_output_of_a_command_is_exactly_one_file(rig):

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 
+from app.core.model.failure_causes import CAUSES
 from app.core.model.protocol.messages import (
-    CAUSES,
     CheckpointRef,
     Failed,
     Finished,
@@ -131,7 +131,7 @@ def test_a_killed_process_is_reported(rig):
     (resident,) = rig.supervisor.stays.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
     failed = rig.event(Failed, "t1")
-    assert failed.cause == "exit"
+    assert (failed.cause, failed.exit_status) == ("exit", 137)
     assert "SIGKILL" in failed.message
 
 

@@ -232,6 +232,6 @@ def test_task_beyond_the_memory_of_its_device_fails_with_the_reason(rigs):
     rig.steps("t1", 4, 2)
     supervisor.receive(count)
     failed = rig.event(Failed, "t1", 2)
-    assert failed.cause == "exit"
+    assert failed.cause == "device_memory"
     assert "more memory on the device" in failed.message
     assert rig.view("t2").state == "paused"

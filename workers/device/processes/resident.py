@@ -167,6 +167,7 @@ class Resident:
     # sandbox directory, in use until the process is gone
     environment: HeldEnvironment | None = None
     refused: str = ""  # what its limits refused the process, in a sentence
+    lacked_memory: bool = False  # the kernel ended a process of it for lack of host memory
     # resource -> highest use of the host that was seen (`provisions.resources`)
     peaks: dict[str, int] = field(default_factory=dict)
     look_us: int = 0  # when the process is looked at next
@@ -222,6 +223,7 @@ class Resident:
         self.stay.leave_process()
         self.stay, stay.resident = stay, self
         self.saved, self.verdict, self.refused, self.refusals = None, None, "", {}
+        self.lacked_memory = False
         self.preset, self.device_preset, self.capabilities = {}, {}, []
         self.outputs, self.peaks, self.cpu, self.staged_us = {}, {}, (0, 0), 0
         self.frames = TokenBucket(FRAMES_BURST, FRAMES_PER_S)

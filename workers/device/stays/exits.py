@@ -51,6 +51,7 @@ class ResidentExits:
         held_bytes = resident.peaks.get(MEMORY, 0)
         refused = self.spawner.groups.refused(str(resident.id), held_bytes=held_bytes)
         resident.refused = resident.refused or refused
+        resident.lacked_memory = self.spawner.groups.toll(str(resident.id)).oom_kills > 0
         self.spawner.groups.remove(str(resident.id))
         resident.close()
         self.side.close(resident.wire.close)

@@ -6,9 +6,11 @@ from typing import Any
 
 from app.core.device.device_machine import PREPARE_US
 from app.core.model.protocol import messages
+from app.log_patterns import matched_lines
 from workers.device.host.resource_watch import EXCEEDED
 from workers.device.processes import resident as residents
 from workers.device.processes.resident import Resident
+from workers.process.exit_status import shell_status
 from workers.process.isolation.sandbox import CANNOT_START
 
 JSON = dict[str, Any]
@@ -16,6 +18,15 @@ JSON = dict[str, Any]
 
 def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
     """Return the final event of a stay from the process's final message and the way it ended."""
+    said = _event(resident, was_stopping=was_stopping)
+    if said["is"] is not messages.Failed:
+        return said
+    log = resident.stay.log.recent
+    told = [*log, *said.get("detail", "").splitlines(), *said["message"].splitlines()]
+    return {**said, "matched": matched_lines(resident.stay.spec.retry, told)}
+
+
+def _event(resident: Resident, *, was_stopping: bool) -> JSON:
     said, kill_reason = resident.verdict, resident.kill_reason or resident.record.stop_reason
     if said is not None and said["is"] is messages.Finished:
         dropped = {"dropped": resident.dropped} if resident.dropped else {}
@@ -26,7 +37,7 @@ def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
         return _own_word(resident, said)
     if resident.exit_status == CANNOT_START and not kill_reason and not _has_run(resident):
         return {"is": messages.Failed, "cause": "device", "message": _FAULT}
-    cause = {"max_duration": "max_duration", "slow": "bundle"}.get(kill_reason, "exit")
+    cause = _CAUSES.get(kill_reason, "memory" if resident.lacked_memory else "exit")
     told = f"{resident.refused} It was ended."
     if kill_reason != EXCEEDED:
         told = _how_it_ended(kill_reason, resident.exit_status or 0, resident.refused)
@@ -34,7 +45,18 @@ def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
         told = _beyond_its_memory(resident)
     last = "\n".join(resident.stay.log.last)
     failed = {"is": messages.Failed, "cause": cause, "message": told, "detail": last}
+    if resident.exit_status is not None and not kill_reason:  # else it is that of our signal
+        failed["exit_status"] = shell_status(resident.exit_status)
     return {**failed, **resident.left}
+
+
+#: The reason why a process was killed -> the cause of its task's failure; all others are "exit".
+_CAUSES = {
+    "max_duration": "max_duration",
+    "slow": "bundle",
+    EXCEEDED: "memory",
+    "device_memory": "device_memory",
+}
 
 
 def _own_word(resident: Resident, said: JSON) -> JSON:
@@ -47,6 +69,8 @@ def _own_word(resident: Resident, said: JSON) -> JSON:
         if resident.stay.spec.notice is not None:
             return {**said, **resident.left, "noticed": resident.stay.record.noticed}
         said = {**said, "cause": "exit"}  # no genuine process sends this
+    if resident.lacked_memory and said["cause"] in ("exception", "exit"):
+        said = {**said, "cause": "memory"}
     if not resident.is_command:
         is_refused = said["cause"] == "exit" and resident.unstored_output
         return {**said, "cause": "store"} if is_refused else said
