@@ -37,7 +37,7 @@ from app.core.explanation.estimator import (
 )
 from app.core.fairness import usage_decay
 from app.core.fairness.fair_tree import Branch
-from app.core.model.snapshot import BoardTask
+from app.core.model.snapshot import BoardTask, changed
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import WaitingBefore
 from app.core.scheduling.board import Board
@@ -205,6 +205,9 @@ def start(
     `asked` and `on_devices` are rows of tasks; `unit` is the charge for one device for one turn.
     `gang` is the width of a gang that the free devices are kept for; 0 if they are not.
     """
+    not_before_s = task.retry_at_s
+    if (let_in_s := board.let_in_s(task)) > board.now_s:
+        task, not_before_s = changed(task, avoids=()), max(not_before_s, let_in_s)
     stretch = max(1, math.ceil((own + sum(crowd[1])) / PLAYED))
     before = own // stretch
     me = _queued(asked)
@@ -228,7 +231,7 @@ def start(
         return found
     answer = _stretched(found, stretch)
     learned.remember(task.id, answer, board.now_s)
-    return estimator.bounded(_not_before(answer, task.retry_at_s - board.now_s))
+    return estimator.bounded(_not_before(answer, not_before_s - board.now_s))
 
 
 def _queued(row: AnyRow) -> WaitingTask:

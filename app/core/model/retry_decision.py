@@ -71,7 +71,7 @@ def decide(policy: RetryPolicy, failure: AttemptFailure) -> RetryDecision:
         return RetryDecision(do=RETRY, told=told, attempts=attempts)
     fit = _first_that_fits(policy, failure)
     if fit.do == HOLD:
-        return replace(fit, told=f"It is held until somebody resumes it{_by(fit)}.")
+        return replace(fit, told=f"It is held{_by(fit)}; somebody has to resume it.")
     if fit.do == FAIL:
         return replace(fit, told=f"It is not retried{_by(fit)}." if fit.rule is not None else "")
     if attempts >= policy.max:

@@ -585,6 +585,18 @@ class Board:
             return others
         return choice_without(choice, tuple(each.device for each in avoided if each.is_strict))
 
+    def let_in_s(self, task: BoardTask) -> float:
+        """Return when enough devices take work that the task does not avoid by then; 0.0 if they
+        do now, or will not by time alone.
+        """
+        avoided = avoided_now(task.avoids, now_s=self.now_s)
+        strict = sorted((one for one in avoided if one.is_strict), key=lambda one: one.until_s)
+        for n, until_s in enumerate([0.0, *(one.until_s for one in strict)]):
+            later = choice_without(task.choice, tuple(one.device for one in strict[n:]))
+            if self._has_enough(task, later):
+                return until_s
+        return 0.0
+
     def _has_enough(self, task: BoardTask, choice: str) -> bool:
         """True if enough devices that suit the choice take work, whether or not they are free."""
         if (pool := self.pools.get(task.kind)) is None:

@@ -78,6 +78,21 @@ def test_device_that_comes_up_is_preferred_at_once() -> None:
     assert seats(cycle(board)) == "d1: a"
 
 
+def test_time_from_which_enough_devices_are_let_in_is_known() -> None:
+    both = (*STRICT, AvoidedDevice("d1", NOW_S + 30.0, True))
+    for cells, avoids, at_s in (
+        (". .", STRICT, 0.0),
+        (".", STRICT, NOW_S + 60.0),
+        (". .", both, NOW_S + 30.0),
+        ("x", STRICT, 0.0),
+        (".", ONE, 0.0),
+    ):
+        board = Board.of(waiting(cells, avoids), now_s=NOW_S)
+        assert board.let_in_s(board.tasks["a"]) == at_s, (cells, avoids)
+    wide = Board.of(waiting(". .", both, width=2, width_max=0), now_s=NOW_S)
+    assert wide.let_in_s(wide.tasks["a"]) == NOW_S + 60.0
+
+
 def test_device_without_what_the_task_needs_is_no_elsewhere() -> None:
     drawn = waiting(". .", ONE, memory_bytes=5)
     small = replace(drawn.devices["d1"], memory_bytes=4)
