@@ -692,7 +692,7 @@ DEVICES = [
 ]
 
 ENROLMENTS = [
-    Column("DEVICE", lambda e: e["device_id"], whole=True),
+    Column("NAME", lambda e: e["device_id"], whole=True),
     Column("STATE", lambda e: "revoked" if e["revoked_at"] else "enrolled"),
     Column("BY", lambda e: e["enrolled_by"]),
     Column("KEY", lambda e: e["key"]),

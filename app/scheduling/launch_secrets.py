@@ -12,13 +12,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, update
 from sqlalchemy.orm import Session
 
 from app.core.model.protocol.messages import JSON, Launch, about_secrets
 from app.core.model.protocol.wellformed import SENTENCE_MOST
-from app.db.models import Device, Enrolment, Secret, Task
-from app.identity import audit, secret_store
+from app.db.models import Device, Secret, Task
+from app.identity import audit, enrolment, secret_store
 from app.storage.sealing import CannotOpen, NoKey, sealed_to
 from app.storage.signing import BadSignature
 
@@ -73,12 +73,9 @@ def _sealed(session: Session, found: Mapping[str, Secret], device: Device, launc
 
 def sealed_to_host(session: Session, device: Device, value: str, about: str) -> str:
     """Seal a value to the enrolled host of a device; raises BadSignature."""
-    enrolled = select(Enrolment.key).where(
-        Enrolment.device_id == device.id, Enrolment.revoked_at.is_(None)
-    )
     announced = device.facts.get("sealing_key", "")
-    host_key = session.scalar(enrolled) or ""
-    return sealed_to(announced, value, about, host_key=host_key)
+    key = enrolment.host_key(session, device.id)
+    return sealed_to(announced, value, about, host_key=key)
 
 
 def _note_use(session: Session, found: Mapping[str, Secret], task: Task, device: Device) -> None:

@@ -8,6 +8,7 @@ from sqlalchemy import update
 
 from app.api.access import auth
 from app.db.models import Device, Enrolment
+from app.identity import enrolment
 from tests.app.api.access.test_roles import ROWS, _settle, _url
 
 pytestmark = pytest.mark.security
@@ -109,11 +110,26 @@ class TestEnrolments:
         device = session.get_one(Device, "h.0")
         assert (device.incarnation, device.heard_us) == ("", -1)
 
+    def test_a_host_is_enrolled_with_its_devices_and_begins_anew_with_a_new_key(self, as_, session):
+        root, own = as_("root"), "ef" * 32
+        session.execute(update(Device).values(incarnation="9", heard_us=7))
+        session.add(Enrolment(device_id="h.1", key=own, enrolled_by="root"))
+        session.commit()
+        for key in ("ab" * 32, "cd" * 32):
+            assert root.post(self.URL, json={"device_id": "h", "key": key}).status_code == 201
+            assert enrolment.host_key(session, "h.0") == key
+            assert enrolment.host_key(session, "h.1") == own
+            root.delete(f"{self.URL}/h")
+            assert enrolment.host_key(session, "h.0") == ""
+        session.expire_all()
+        found = {id: session.get_one(Device, id).incarnation for id in ("h.0", "h.1")}
+        assert found == {"h.0": "", "h.1": "9"}
+
     @pytest.mark.parametrize(
         "wrong",
         [
             {"device_id": "../x.0"},
-            {"device_id": "h"},
+            {"device_id": "h/0"},
             {"device_id": ""},
             {"key": "AB" * 32},
             {"key": "ab" * 31},

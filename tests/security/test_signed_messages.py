@@ -235,6 +235,22 @@ class TestHeartbeats:
         ):
             assert roster.objection(wrong)
 
+    def test_enrolled_host_speaks_for_all_its_devices_but_not_for_any_number(self, island, other):
+        roster = Roster("isle")
+        roster._keys = {"h": island.public, "h.1": other.public, "h.2": ""}
+        for name in ("h.0", "h.127"):
+            assert roster.objection(beat(island, device=name)) == ""
+        # of another host, a revoked one, and names that no host gives to a device
+        for name in ("h.1", "h.2", "h.128", "h.x", "h", "hh.0"):
+            assert roster.objection(beat(island, device=name)), name
+
+    def test_enrolled_device_is_no_host_of_further_devices(self, island):
+        roster = Roster("isle")
+        roster._keys = {"h.0": island.public}
+        facts = {**beat(island).facts, "host": "h.0"}
+        assert roster.objection(beat(island, device="h.0.1", facts=facts))
+        assert not roster.has_key("g.0", "")
+
 
 @pytest.mark.parametrize(
     "metrics",

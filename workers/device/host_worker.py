@@ -23,7 +23,7 @@ from typing import Any
 from app.settings import settings
 from workers.process.isolation.device_access import NoSuchDevice, all_cuda
 
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_HOST = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " --device KIND:WHICH"
         )
     if not _HOST.fullmatch(asked.host):
-        return _refuse(f"a host is named by letters, digits and .-_; got --host {asked.host!r}")
+        return _refuse(
+            f"a host is named by small letters, digits and .-_; got --host {asked.host!r}"
+        )
     numbers = numbered(wanted, settings().host_file, host=asked.host)
     devices = {f"{asked.host}.{number}": device for number, device in sorted(numbers.items())}
     told = ",".join(f"{name}={device}" for name, device in devices.items())
@@ -93,7 +95,7 @@ def _refuse(why: str) -> int:
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="roundhouse worker", description=__doc__)
-    name = socket.gethostname().partition(".")[0]
+    name = socket.gethostname().partition(".")[0].lower()
     parser.add_argument("--host", default=name, help=f"name of this host ({name})")
     parser.add_argument("--cpus", type=int, default=0, help="so many CPU devices")
     parser.add_argument(

@@ -368,7 +368,9 @@ _SHOWN = (
     responses=declared(403),
 )
 def list_enrolments(paging: Paged, caller: PlatformAdmin, session: Db) -> dict[str, Any]:
-    """Lists the devices that may connect, each with its key, and those that no longer may."""
+    """Lists the hosts and devices that may connect, each with its key, and those that no longer
+    may.
+    """
     return paging.read(session, select(Enrolment), by=Enrolment.device_id).page()
 
 
@@ -376,11 +378,12 @@ def list_enrolments(paging: Paged, caller: PlatformAdmin, session: Db) -> dict[s
     "/enrolments",
     status_code=201,
     response_model=EnrolmentOut,
-    summary="Enrol a device",
+    summary="Enrol a host or a device",
     responses=declared(403, 409),
 )
 def create_enrolment(body: EnrolmentIn, caller: PlatformAdmin, session: Db) -> Enrolment:
-    """Accepts the device's heartbeats from now on, if its host signed them with this key.
+    """Accepts heartbeats of the host's devices, or of the device, from now on, if the host signed
+    them with this key.
 
     Another key is accepted only after this enrolment was revoked.
     """
@@ -390,11 +393,11 @@ def create_enrolment(body: EnrolmentIn, caller: PlatformAdmin, session: Db) -> E
 @router.delete(
     "/enrolments/{device_id}",
     response_model=EnrolmentOut,
-    summary="Revoke a device's enrolment",
+    summary="Revoke an enrolment",
     responses=declared(403, 404),
 )
 def revoke_enrolment(device_id: str, caller: PlatformAdmin, session: Db) -> Enrolment:
-    """Ignores the device from now on.  When its lease ends, its tasks continue elsewhere, from
-    their last checkpoint.  To lose no step, `drain` the device first.
+    """Ignores the host's devices, or the device, from now on.  When its lease ends, its tasks
+    continue elsewhere, from their last checkpoint.  To lose no step, `drain` it first.
     """
     return enrolment.revoke(session, device_id)

@@ -32,9 +32,10 @@ class HostOut(Out):
 
 
 class EnrolmentIn(In):
-    model_config = example(device_id="host-a.0", key="3d" * 32)
-    device_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,126}\.[0-9]{1,4}$")] = Field(
-        description="The device id: the host's name, a dot and a number."
+    model_config = example(device_id="host-a", key="3d" * 32)
+    device_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,130}$")] = Field(
+        description="A host, with all its devices, or a single device: the host's name, a dot and "
+        "a number. A host whose name ends with a dot and a number is enrolled device by device."
     )
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
         description="The host's public key, as `roundhouse device key` prints it on that host."
@@ -43,7 +44,7 @@ class EnrolmentIn(In):
 
 class EnrolmentOut(Out):
     model_config = example(
-        device_id="host-a.0",
+        device_id="host-a",
         key="3d" * 32,
         enrolled_by="platform_admin",
         enrolled_at=EXAMPLE_AT,

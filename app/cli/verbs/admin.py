@@ -174,14 +174,15 @@ def show_island_key(
 def enrol_devices(
     ctx: typer.Context,
     devices: Annotated[
-        list[str], typer.Argument(metavar="DEVICE...", help="all devices of this host")
+        list[str],
+        typer.Argument(metavar="NAME...", help="the host, or single devices of it"),
     ],
     key: Annotated[
         str, typer.Option(help="public key that `roundhouse device key` prints on that host")
     ],
     output: Format = Output.table,
 ) -> None:
-    """Enrol devices of a host: messages that the host signs with its key are accepted."""
+    """Enrol a host: messages about its devices that it signs with its key are accepted."""
     with root_command.connect(ctx) as client:
         made = [
             client.post("/v1/enrolments", {"device_id": each, "key": key.strip()})
@@ -192,7 +193,7 @@ def enrol_devices(
 
 @device.command("list")
 def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
-    """List the enrolled devices and their keys."""
+    """List the enrolled hosts and devices, and their keys."""
     with root_command.connect(ctx) as client:
         found = list(client.items("/v1/enrolments"))
     show(found, output, lambda: table(found, wording.ENROLMENTS))
@@ -200,7 +201,7 @@ def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
 
 @device.command("revoke")
 def revoke_device(ctx: typer.Context, id: _DeviceId, output: Format = Output.table) -> None:
-    """Ignore a device from now on; no step is lost if you `drain` it first."""
+    """Ignore a host or a device from now on; no step is lost if you `drain` it first."""
     with root_command.connect(ctx) as client:
         found = client.delete(f"/v1/enrolments/{id}")
     show([found], output, lambda: table([found], wording.ENROLMENTS))

@@ -33,10 +33,11 @@ class Island(Base):
 
 
 class Enrolment(Base):
-    """A device that an administrator admits: its heartbeats count if `key` verifies them.
+    """A host that an administrator admits with its devices, or a single device: heartbeats count if
+    `key` verifies them.
 
-    `key` is the public key of the device's host.  The device may not exist yet, and the row of a
-    device stays after its enrolment was revoked.
+    `device_id` is the name of the host or device, which may not exist yet, and `key` the host's
+    public key.  The row stays after the enrolment was revoked.
     """
 
     __tablename__ = "enrolments"
