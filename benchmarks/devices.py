@@ -33,14 +33,17 @@ import psutil
 import redis
 from sqlalchemy import text
 
+from app.core.device.sent_reports import SentReports
 from app.core.model.protocol.messages import (
     Alive,
     Event,
     Finished,
     LogLines,
+    Pulse,
     ResidentView,
     Saved,
     Started,
+    decode,
 )
 from app.db import transactions
 from app.db.models import Island
@@ -187,7 +190,8 @@ def _watched(island: psutil.Process, fleet: Fleet, watch_s: float) -> dict[str, 
     first_s = time.monotonic() - began_s
     fleet.play(3 * BEAT_S)
 
-    before, before_s, fleet.answers, fleet.sent = tally_of(ISLAND), own_s(island), 0, 0
+    before, before_s, fleet.answers = tally_of(ISLAND), own_s(island), 0
+    fleet.sent = fleet.pulses = 0
     fleet.play(watch_s)
     cpu_s, answers, middle = own_s(island) - before_s, max(1, fleet.answers), tally_of(ISLAND)
     figures = {
@@ -195,6 +199,7 @@ def _watched(island: psutil.Process, fleet: Fleet, watch_s: float) -> dict[str, 
         "cpu_ms": round(1e3 * cpu_s / answers, 3),
         "answered": answers,
         "answered of sent": round(answers / max(1, fleet.sent), 3),
+        "pulses of sent": round(fleet.pulses / max(1, fleet.sent), 3),
         "of a core": round(cpu_s / watch_s, 3),
         "beat_s": max(d.rhythm.beat_us for d in fleet.devices) / 1e6,
         "longest_s": round(longest_round_s(before, middle), 3),
@@ -230,6 +235,7 @@ class DevicePlayer:
     signs_from_s: float = -math.inf
     answered_us: int = 0  # when it sent the newest heartbeat that was answered
     rhythm: Rhythm = field(default_factory=lambda: Rhythm(int(BEAT_S * 1e6)))
+    reports: SentReports = field(default_factory=SentReports)
     order_seq: int = 0
     event_seq: int = 0
     printed: int = 0  # lines of the task's log so far
@@ -270,6 +276,9 @@ class DevicePlayer:
         for one in news:
             if one["is"] == "Launch":
                 is_new |= self._launch(one)
+            elif one["is"] == "ReportWanted":
+                self.reports.forget()
+                is_new = True
             elif one["is"] == "Answer" and self.events:
                 name = f"{self.task}/{self.epoch}"
                 self.events = [e for e in self.events if e.seq > one["heard"].get(name, 0)]
@@ -322,6 +331,7 @@ class Fleet:
             "threads": 1,
             "spec": True,
             "paced": True,
+            "pulses": True,
         }
         facts |= {"memory_bytes": 2**30, "key": keys.public, "exchange_key": keys.announced}
         self.devices = [DevicePlayer(id=f"h.{n}", facts=facts) for n in range(devices)]
@@ -329,6 +339,7 @@ class Fleet:
         self.island = ""  # its public key, once a device has learned its exchange key
         self.tick, self.due_s, self.answers = 0, time.monotonic(), 0
         self.sent = 0  # heartbeats since they were counted last
+        self.pulses, self.asked = 0, 0  # pulses of them, and requests for whole reports
 
     def running(self) -> int:
         """Return how many devices run a task whose start the island has acknowledged."""
@@ -356,18 +367,24 @@ class Fleet:
         urgent = []
         for device, items in zip(devices, pipeline.execute(), strict=True):
             news = [one for item in items or () for one in self._news(item)]
-            if answers := sum(one["is"] == "Answer" for one in news):
-                self.answers += answers
-                self._learn(device, [one for one in news if one["is"] == "Answer"][-1])
+            for one in news:
+                self.asked += one["is"] == "ReportWanted"
+                if one["is"] in ("Answer", "LeaseRenewal"):
+                    self.answers += 1
+                    self._learn(device, one)
             if news and device.hear(news):
                 urgent.append(device)
         return urgent
 
     def _learn(self, device: DevicePlayer, answer: dict[str, Any]) -> None:
-        beat_us = answer.get("beat_us", 0)
-        device.rhythm.set_pace(beat_us)
+        if answer["is"] == "Answer":
+            device.reports.answered(decode(answer))
+            device.rhythm.set_pace(answer.get("beat_us", 0))
+        else:
+            device.reports.renewed()
         device.answered_us = answer["sent_us"]
-        device.signs_from_s = time.monotonic() + (beat_us / 1e6 or USUAL_BEAT_S) + SIGNS_AFTER_S
+        beat_s = device.rhythm.beat_us / 1e6
+        device.signs_from_s = time.monotonic() + max(beat_s, USUAL_BEAT_S) + SIGNS_AFTER_S
 
     def _due(self, devices: list[DevicePlayer]) -> list[DevicePlayer]:
         """Return those of which a heartbeat is due within the tick."""
@@ -383,7 +400,9 @@ class Fleet:
     def _sealed(self, device: DevicePlayer) -> str:
         """Seal its heartbeat as a device worker does, which signs it if no answer has come."""
         is_answered = time.monotonic() < device.signs_from_s
-        return sealed_heartbeat(self.keys, device.alive(), to=self.island if is_answered else "")
+        heartbeat = device.reports.heartbeat(device.alive())
+        self.pulses += isinstance(heartbeat, Pulse)
+        return sealed_heartbeat(self.keys, heartbeat, to=self.island if is_answered else "")
 
     def _news(self, item: bytes) -> list[Any]:
         """Return the content of a message of the island; only the first one's proof is checked."""

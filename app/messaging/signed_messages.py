@@ -19,7 +19,16 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from app.core.model.fields import not_plain
-from app.core.model.protocol.messages import JSON, Alive, Answer, decode, encode
+from app.core.model.protocol.messages import (
+    JSON,
+    Alive,
+    Answer,
+    LeaseRenewal,
+    Pulse,
+    ReportWanted,
+    decode,
+    encode,
+)
 from app.core.model.protocol.wellformed import BadMessage
 from app.messaging.message_keys import MessageKeys
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature
@@ -34,19 +43,20 @@ _DEVICE, _NEWS = '{"device":"', '","news":['  # as they stand in news
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 
 
-def sealed_heartbeat(keys: MessageKeys, alive: Alive, *, to: str = "") -> str:
+def sealed_heartbeat(keys: MessageKeys, heartbeat: Alive | Pulse, *, to: str = "") -> str:
     """Seal a heartbeat for the island with the public key `to`; "" signs it."""
-    return _sealed(keys, HEARTBEAT, encode(alive), to=to)
+    return _sealed(keys, HEARTBEAT, encode(heartbeat), to=to)
 
 
 def claimed_process(text: str) -> str:
     """Return what names the device process from which a sealed heartbeat claims to come.
 
-    Nothing is checked or parsed: it is the text before the time of sending, without the signature.
-    For a text without that it is the whole text.
+    Nothing is checked or parsed: it is the text before the time of sending, without the signature
+    and the kind of the heartbeat. For a text without that it is the whole text.
     """
     key, _, sealed = text.partition("\n")
     head, found, _ = sealed.partition("\n")[2].partition(_SENT_US)
+    head = head.partition(",")[2]
     return f"{key}\n{head}" if found else text
 
 
@@ -68,18 +78,20 @@ def opened_body(keys: MessageKeys, text: str, *, hosts: Container[str]) -> tuple
     return _opened(keys, text, HEARTBEAT, hosts)
 
 
-def heartbeat_in(body: JSON, text: str, key: str) -> Alive:
+def heartbeat_in(body: JSON, text: str, key: str) -> Alive | Pulse:
     """Return the heartbeat that says `body`, from the text that the host with `key` sent.
 
     Raises BadSignature or BadMessage.
     """
     _check_storable(body, text)
-    alive = decode(body)
-    if not isinstance(alive, Alive):
+    heartbeat = decode(body)
+    if isinstance(heartbeat, Pulse):
+        return heartbeat
+    if not isinstance(heartbeat, Alive):
         raise BadMessage("not a heartbeat")
-    if alive.facts.get("key") != key:
+    if heartbeat.facts.get("key") != key:
         raise BadSignature("sent by another host than the message names")
-    return alive
+    return heartbeat
 
 
 def sealed_news(keys: MessageKeys, device: str, bodies: Iterable[JSON], *, to: str = "") -> str:
@@ -90,29 +102,14 @@ def sealed_news(keys: MessageKeys, device: str, bodies: Iterable[JSON], *, to: s
     return _sealed(keys, NEWS, {"device": device, "news": list(bodies)}, to=to)
 
 
-class ReadyAnswers:
-    """Makes the messages for answers that differ from the last one only in which heartbeat they
-    answer.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[str, tuple[Answer, str, str]] = {}
-
-    def sealed(self, keys: MessageKeys, answer: Answer, *, sent_us: int, to: str) -> str:
-        """Seal an answer as the answer to the heartbeat of `sent_us`, for the host `to`."""
-        made = self._made.get(answer.device)
-        if made is None or (made[0] is not answer and made[0] != answer):
-            made = self._made[answer.device] = answer, *_around_sent_us(answer)
-        body = f'{made[1]},"sent_us":{sent_us},{made[2]}'
-        return keys.sealed(NEWS, body.encode(), to=to)
-
-
-def _around_sent_us(answer: Answer) -> tuple[str, str]:
-    said = encode(answer)
-    head = {name: said.pop(name) for name in ("is", "device", "incarnation")}
-    del said["sent_us"]
-    news = f'{{"device":{_json(answer.device)},"news":[{_json(head)[:-1]}'
-    return news, f"{_json(said)[1:]}]}}"
+def sealed_renewal(keys: MessageKeys, renewal: LeaseRenewal, *, to: str) -> str:
+    """Seal the renewal of a lease, as `sealed_news` would."""
+    device, process = _json(renewal.device), _json(renewal.incarnation)
+    body = (
+        f'{{"device":{device},"news":[{{"is":"LeaseRenewal","device":{device},'
+        f'"incarnation":{process},"sent_us":{renewal.sent_us},"answer":{renewal.answer}}}]}}'
+    )
+    return keys.sealed(NEWS, body.encode(), to=to)
 
 
 class Mail:
@@ -145,15 +142,19 @@ class Mail:
             raise BadMessage("the message has no news")
         messages = [decode(one) for one in news]
         for message in messages:
-            if isinstance(message, Answer):
+            if isinstance(message, Answer | LeaseRenewal | ReportWanted):
                 self._learn(message, key)
         return messages
 
-    def _learn(self, answer: Answer, key: str) -> None:
+    def _learn(self, answer: Answer | LeaseRenewal | ReportWanted, key: str) -> None:
         if key != self.island:
             raise BadSignature("only the device's own island may send answers")
-        self.peers, self._answered_s = tuple(answer.peers), time.monotonic()
-        self._beat_s = answer.beat_us / 1e6 or USUAL_BEAT_S
+        if isinstance(answer, ReportWanted):
+            return
+        self._answered_s = time.monotonic()
+        if isinstance(answer, Answer):
+            self.peers = tuple(answer.peers)
+            self._beat_s = answer.beat_us / 1e6 or USUAL_BEAT_S
 
 
 def _sealed(keys: MessageKeys, context: bytes, body: JSON, *, to: str) -> str:
@@ -169,12 +170,7 @@ def _opened(
 ) -> tuple[str, JSON]:
     key, said = keys.opened(text, context, known=known)
     try:
-        body = json.loads(
-            said,
-            parse_constant=_refused,
-            # An island computes with integers of any size, and may send them to a device.
-            parse_int=_int64 if context == HEARTBEAT else None,
-        )
+        body = _READERS[context].decode(said.decode())
     except (ValueError, RecursionError) as error:
         raise BadMessage(f"not valid JSON: {error!s:.100}") from error
     if not isinstance(body, dict):
@@ -191,6 +187,12 @@ def _int64(digits: str) -> int:
         raise ValueError(f"{digits:.30} is not a 64-bit integer")
     return value
 
+
+_READERS: dict[bytes, json.JSONDecoder] = {
+    HEARTBEAT: json.JSONDecoder(parse_constant=_refused, parse_int=_int64),
+    # An island computes with integers of any size, and may send them to a device.
+    NEWS: json.JSONDecoder(parse_constant=_refused),
+}
 
 _PERHAPS_UNSTORABLE = ("\\u0000", "\\ud", "\\uD")  # NUL, and halves of a surrogate pair
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -35,9 +33,12 @@ def pace_of(session: Session) -> HeartbeatPace:
     return _pace_for(0) if pace is None else pace
 
 
-def told_us(pace: HeartbeatPace, facts: Mapping[str, Any]) -> int:
-    """Return the beat that an answer tells a device with these facts; 0: its own beat will do."""
-    return pace.beat_us if facts.get("paced") and pace.beat_s > settings().beat_s else 0
+def told_us(pace: HeartbeatPace, *, is_paced: bool) -> int:
+    """Return the beat that an answer tells a device; 0: its own beat will do.
+
+    Only a device with the fact "paced" takes one.
+    """
+    return pace.beat_us if is_paced and pace.beat_s > settings().beat_s else 0
 
 
 def _pace_for(devices: int) -> HeartbeatPace:

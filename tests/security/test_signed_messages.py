@@ -7,7 +7,16 @@ import json
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from app.core.model.protocol.messages import Alive, Answer, BadMessage, Cancel, encode
+from app.core.model.protocol.messages import (
+    Alive,
+    Answer,
+    BadMessage,
+    Cancel,
+    LeaseRenewal,
+    Pulse,
+    ReportWanted,
+    encode,
+)
 from app.identity.enrolment import Roster
 from app.messaging import message_keys, signed_messages
 from app.messaging.message_keys import MessageKeys
@@ -17,12 +26,16 @@ from app.messaging.signed_messages import (
     opened_body,
     sealed_heartbeat,
     sealed_news,
+    sealed_renewal,
 )
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, public_key
 
 pytestmark = pytest.mark.security
 
 CANCEL = Cancel(task="tsk_1", epoch=1, seq=2)
+ABOUT = {"device": "h.0", "incarnation": "1", "sent_us": 3}
+RENEWAL, WANTED = LeaseRenewal(**ABOUT, answer=1), ReportWanted(**ABOUT)
+PULSE = Pulse(**ABOUT, report=1, answer=1, progress=[[1, 2, 3]])
 
 
 @pytest.fixture
@@ -119,6 +132,19 @@ class TestNews:
             mail.opened(sealed_news(other, "h.0", [encode(answer(peers=["0" * 64]))]))
         assert mail.peers == (other.public,)
 
+    @pytest.mark.parametrize("told", [RENEWAL, WANTED])
+    def test_another_island_may_neither_renew_nor_ask(self, island, other, mail, told):
+        mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
+        with pytest.raises(BadSignature, match="only the device's own island"):
+            mail.opened(sealed_news(other, "h.0", [encode(told)]))
+
+    def test_renewal_is_sealed_as_other_news_and_keeps_the_peers(self, island, other, mail):
+        mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
+        text = sealed_renewal(island, RENEWAL, to="")
+        assert text == sealed_news(island, "h.0", [encode(RENEWAL)])
+        assert mail.opened(text) == [RENEWAL]
+        assert mail.peers == (other.public,)
+
 
 class TestSharedKeys:
     """Messages between a host and its island, after each has learned the other's exchange key."""
@@ -179,6 +205,14 @@ class TestSharedKeys:
         with pytest.raises(BadSignature, match="announced no exchange key"):
             island.learn(host.public, signed.replace("\n", ":"))
 
+    @pytest.mark.parametrize(("told", "counts"), [(RENEWAL, True), (WANTED, False)])
+    def test_only_an_answer_shows_that_the_island_knows_the_key(
+        self, met, host, island, mail, monkeypatch, told, counts
+    ):
+        monkeypatch.setattr(mail, "_answered_s", -1e9)
+        mail.opened(sealed_news(island, "h.0", [encode(told)], to=host.public))
+        assert (mail.addressee() == island.public) == counts
+
     def test_heartbeats_are_signed_again_if_no_answer_comes(self, met, mail, monkeypatch):
         monkeypatch.setattr(signed_messages, "SIGNS_AFTER_S", -signed_messages.USUAL_BEAT_S)
         assert mail.addressee() == ""
@@ -189,6 +223,7 @@ class TestHeartbeats:
         claimed = signed_messages.claimed_process(sealed_heartbeat(island, beat(island)))
         later = beat(island, sent_us=2, residents=[], facts={"key": island.public})
         assert signed_messages.claimed_process(sealed_heartbeat(island, later)) == claimed
+        assert signed_messages.claimed_process(sealed_heartbeat(island, PULSE)) == claimed
         for signer, more in (
             (other, {}),
             (island, {"device": "h.1"}),
@@ -205,6 +240,9 @@ class TestHeartbeats:
     def test_heartbeat_of_an_enrolled_host_is_opened(self, island):
         alive = beat(island)
         assert opened_heartbeat(sealed_heartbeat(island, alive), hosts={island.public}) == alive
+
+    def test_pulse_of_an_enrolled_host_is_opened(self, island):
+        assert opened_heartbeat(sealed_heartbeat(island, PULSE), hosts={island.public}) == PULSE
 
     def test_heartbeat_of_an_unknown_host_is_refused(self, island, other):
         with pytest.raises(BadSignature):

@@ -31,8 +31,11 @@ from app.core.model.protocol.messages import (
     Event,
     ExpectedTask,
     Launch,
+    LeaseRenewal,
     Pause,
     Paused,
+    Pulse,
+    ReportWanted,
     Resize,
     Save,
     Saved,
@@ -160,6 +163,8 @@ class DeviceRig:
         self.environments: list[str] = []  # locks that tasks wait for
         self.images: dict[str, str] = {}  # and of each container image
         self.reports: list[Alive] = []
+        self.takes_pulses = False
+        self.pulses: list[Pulse] = []
         self.events: list[Event] = []
         self.lines: dict[str, list[list[str]]] = {}
         self.changed = threading.Condition()
@@ -181,8 +186,11 @@ class DeviceRig:
 
     # --- the transport ---
 
-    def send(self, alive: Alive) -> None:
-        alive = decode(encode(alive))
+    def send(self, heartbeat: Alive | Pulse) -> None:
+        alive = decode(encode(heartbeat))
+        if isinstance(alive, Pulse):
+            self._hear_pulse(alive)
+            return
         with self.changed:
             if self.deaf:
                 return
@@ -213,7 +221,21 @@ class DeviceRig:
                 environments=self.environments,
                 mounts=self._unknown(alive.facts.get("mounts"), self.mounts),
                 images=self._unknown(alive.facts.get("images"), self.images),
+                pulses=self.takes_pulses,
             )
+        )
+
+    def _hear_pulse(self, pulse: Pulse) -> None:
+        """Renew the lease, or ask for the report if pulses are not taken any more."""
+        with self.changed:
+            self.pulses.append(pulse)
+            self.changed.notify_all()
+        about: dict[str, Any] = {"device": pulse.device, "incarnation": pulse.incarnation}
+        about["sent_us"] = pulse.sent_us
+        self.supervisor.receive(
+            LeaseRenewal(**about, answer=pulse.answer)
+            if self.takes_pulses
+            else ReportWanted(**about)
         )
 
     def _unknown(self, known: str | None, present: dict[str, str]) -> dict[str, str] | None:
@@ -397,9 +419,9 @@ class DeviceRig:
         while self.supervisor.is_alive() and time.monotonic() < deadline_s:
             self.supervisor.join(0.1)
         assert not self.supervisor.is_alive()
-        pulse = self.supervisor.reports.pulse
-        if pulse.is_alive():  # it may still be sending the last report
-            pulse.join(PATIENCE_S)
+        sender = self.supervisor.reports.sender
+        if sender.is_alive():  # it may still be sending the last report
+            sender.join(PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)

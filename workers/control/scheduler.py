@@ -24,7 +24,15 @@ from sqlalchemy import ColumnElement, Select, bindparam, func, select, text, tru
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app.core.model.protocol.messages import Alive, Answer, decode
+from app.core.device.sent_reports import SentReports
+from app.core.model.protocol.messages import (
+    Alive,
+    Answer,
+    LeaseRenewal,
+    Pulse,
+    ReportWanted,
+    encode,
+)
 from app.core.model.protocol.wellformed import BadMessage
 from app.core.model.snapshot import Plan
 from app.core.scheduling import record
@@ -43,7 +51,13 @@ from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Ta
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
-from app.messaging.signed_messages import ReadyAnswers, claimed_process, heartbeat_in, opened_body
+from app.messaging.signed_messages import (
+    claimed_process,
+    heartbeat_in,
+    opened_body,
+    sealed_news,
+    sealed_renewal,
+)
 from app.scheduling import island_pace, journal, ledger, task_migration
 from app.scheduling.board_follower import Follower
 from app.scheduling.island_pace import pace_of
@@ -69,19 +83,22 @@ celery = broker.make_celery("island", settings().redis_url.get_secret_value(), s
 class Scheduler(Loop):
     """Schedules `island`.
 
-    `inbox` holds the heartbeats received since the last round.  `backlog` holds those that no round
-    has taken yet, and `quiet` those that say nothing new.
+    `inbox` holds the heartbeats received since the last round.  `backlog` holds the reports that no
+    round has taken yet, and `quiet` the pulses.
     """
 
     def __init__(self, island: str) -> None:
         super().__init__(f"island {island}")
         self.island, self.me = island, uuid.uuid4().hex
-        self.inbox: queue.SimpleQueue[tuple[Alive | Beat, float]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[Alive | Pulse, float]] = queue.SimpleQueue()
         self.backlog = HeartbeatBacklog()
         self.quiet = QuietHeartbeats()
         self.reports: dict[str, AcknowledgedReport] = {}  # of this round, not committed yet
         self.replaced: set[str] = set()  # devices whose process has been replaced
-        self.ready = ReadyAnswers()
+        self.wanted: dict[str, ReportWanted] = {}  # by device: reports to ask for
+        # Devices of the version before, which send whole reports: these are compared here, and one
+        # that repeats an earlier one counts as a pulse.
+        self.unnumbered: dict[str, SentReports] = {}
         self.roster = Roster(island)
         # device -> its host's public key, if the device worker announced an exchange key; workers
         # of several versions may serve the devices of one host
@@ -109,13 +126,17 @@ class Scheduler(Loop):
         it.
         """
         key, body = opened_body(outbox.message_keys(), sealed, hosts=self.roster.hosts)
-        beat = self.quiet.recognise(body, now_s=time.monotonic())
-        if beat is not None and self.roster.has_key(beat.device, key):
-            if is_newest := self._is_newest(beat):
-                self.inbox.put((beat, beat.came_s))
-                self.wake.set()
-            return is_newest
-        alive = heartbeat_in(body, sealed, key)
+        said = heartbeat_in(body, sealed, key)
+        if isinstance(said, Alive):
+            self._check_in(said, key)
+        elif not self.roster.has_key(said.device, key):
+            raise BadSignature(f"{said.device} is not enrolled with the key of the sender")
+        if is_newest := self._is_newest(said):
+            self.hear(said)
+        return is_newest
+
+    def _check_in(self, alive: Alive, key: str) -> None:
+        """Learn the keys of the host that sent this report; raises BadSignature if it may not."""
         if objection := self.roster.objection(alive):
             raise BadSignature(objection)
         if announced := alive.facts.get("exchange_key"):
@@ -123,20 +144,17 @@ class Scheduler(Loop):
             self.host_keys[alive.device] = key
         else:
             self.host_keys.pop(alive.device, None)
-        if is_newest := self._is_newest(alive):
-            self.hear(alive)
-        return is_newest
 
-    def _is_newest(self, said: Alive | Beat) -> bool:
+    def _is_newest(self, said: Alive | Pulse) -> bool:
         sent = said.incarnation, said.sent_us
         if sent <= self.spoken.get(said.device, ("", 0)):
             return False
         self.spoken[said.device] = sent
         return True
 
-    def hear(self, alive: Alive) -> None:
-        self.inbox.put((alive, time.monotonic()))
-        if self.heartbeat_news.is_new(alive):
+    def hear(self, said: Alive | Pulse) -> None:
+        self.inbox.put((said, time.monotonic()))
+        if isinstance(said, Alive) and self.heartbeat_news.is_new(said):
             self.pressing.set()
         self.wake.set()
 
@@ -181,40 +199,76 @@ class Scheduler(Loop):
             self._not_written_down()
             raise
         # 4. Send only what is committed.
-        self.quiet.learn(self.reports, now_s=time.monotonic())
+        self._remember(heard, answers)
         self._send(answers, due)
 
-    def _renew_quietly(self) -> None:
-        """Renew the leases of devices whose heartbeats say nothing new, and answer them. This goes
-        first.
+    def _remember(self, heard: list[Alive], answers: list[Answer]) -> None:
+        """Remember the reports that were answered, and what may be answered again.
 
-        If a device's rows have changed, there may be more to say: its heartbeat is then recorded in
-        full.
+        The latter is empty after a careful round: then the devices send whole reports.
         """
-        if not self.quiet.waiting:
-            return
-        asked, others, renewed = self._renewed()
-        texts = dict[str, str]()
-        for beat, report in asked:
-            if (txid := renewed.get(beat.device)) is None:
-                self.quiet.forget(beat.device)
-                others.append(beat)
+        given = {(answer.device, answer.sent_us): answer for answer in answers}
+        for alive in heard:
+            if (answer := given.get((alive.device, alive.sent_us))) is None:
                 continue
-            self.quiet.renewed(beat, txid)
-            answer = report.answer = self._as_planned(self._paced(report.answer, beat))
-            host = self.host_keys.get(beat.device, "")
-            texts[beat.device] = self.ready.sealed(
-                outbox.message_keys(), answer, sent_us=beat.sent_us, to=host
+            self.quiet.recorded(alive)
+            if (report := self.reports.get(alive.device)) is not None:
+                report.answer = answer
+            if (old := self.unnumbered.get(alive.device)) is not None:
+                old.answered(replace(answer, pulses=True))
+        self.quiet.learn(self.reports)
+
+    def _renew_quietly(self) -> None:
+        """Renew the leases of devices that sent pulses, and answer them. This goes first.
+
+        If a device's rows have changed, there may be more to say: its report is then recorded once
+        more.
+        """
+        texts = dict[str, str]()
+        if self.quiet.waiting:
+            asked, others, renewed = self._renewed()
+            for beat, report in asked:
+                if (txid := renewed.get(beat.device)) is None:
+                    self.quiet.forget_answer(beat.device)
+                    others.append(beat)
+                    continue
+                self.quiet.renewed(beat, txid)
+                texts[beat.device] = self._answered_again(beat, report)
+            for beat in others:
+                self._record_again(beat)
+        wanted, self.wanted = self.wanted, {}
+        for device, message in wanted.items():
+            texts[device] = self._sealed(device, message)
+        if texts:
+            outbox.post_all(texts)
+
+    def _answered_again(self, beat: Beat, report: AcknowledgedReport) -> str:
+        """Return the message that answers a pulse: short if the device has the same answer."""
+        answer, device = self._as_planned(self._paced(report)), beat.device
+        is_numbered = self.quiet.is_numbered(device)
+        if not is_numbered and (old := self.unnumbered.get(device)) is not None:
+            old.renewed()
+        if is_numbered and answer is report.answer and beat.answer_us == answer.sent_us:
+            renewal = LeaseRenewal(
+                device=device,
+                incarnation=beat.incarnation,
+                sent_us=beat.sent_us,
+                answer=beat.answer_us,
             )
-        outbox.post_all(texts)
-        for beat in others:
-            self._put_back(beat)
+            host = self.host_keys.get(device, "")
+            return sealed_renewal(outbox.message_keys(), renewal, to=host)
+        report.answer = replace(answer, sent_us=beat.sent_us)
+        return self._sealed(device, report.answer)
+
+    def _sealed(self, device: str, message: Answer | ReportWanted) -> str:
+        host = self.host_keys.get(device, "")
+        return sealed_news(outbox.message_keys(), device, [encode(message)], to=host)
 
     def _renewed(self) -> tuple[list[tuple[Beat, AcknowledgedReport]], list[Beat], dict[str, str]]:
-        """Renew the leases for the waiting heartbeats.
+        """Renew the leases for the waiting pulses.
 
-        Returns the heartbeats that were renewed with what was acknowledged, those that must be
-        recorded in full, and by device the transaction that renewed its lease.
+        Returns the pulses that may be renewed with what is answered again, those whose reports must
+        be recorded once more, and by device the transaction that renewed its lease.
         """
         try:
             with transactions.transaction() as session:
@@ -228,18 +282,31 @@ class Scheduler(Loop):
             if refusal(error):
                 raise  # the database is away
             log.exception("island %s: no lease was renewed without a full record", self.island)
-            self.quiet.forget_all()
+            self.quiet.forget_answers()
         return *self.quiet.take(), {}
 
-    def _put_back(self, beat: Beat) -> None:
-        """Let a round record this heartbeat in full, in the same form as a newly decoded one."""
-        self.backlog.put(decode(beat.body), beat.came_s)
+    def _record_again(self, beat: Beat) -> None:
+        """Let a round record the report once more, with the progress of this pulse.
 
-    def _paced(self, answer: Answer, beat: Beat) -> Answer:
+        If the device was enrolled with another key meanwhile, it must send the report itself.
+        """
+        alive = self.quiet.told_by(beat)
+        if self.roster.objection(alive):
+            self._ask_for_report(beat)
+        else:
+            self.backlog.put(alive, beat.came_s)
+
+    def _ask_for_report(self, said: Beat | Pulse) -> None:
+        self.wanted[said.device] = ReportWanted(
+            device=said.device, incarnation=said.incarnation, sent_us=said.sent_us
+        )
+
+    def _paced(self, report: AcknowledgedReport) -> Answer:
         """Let the answer say for how long the lease was renewed; the same object if that has not
         changed.
         """
-        beat_us = island_pace.told_us(self.pace, beat.body["facts"])
+        beat_us = island_pace.told_us(self.pace, is_paced=report.is_paced)
+        answer = report.answer
         if (answer.lease_us, answer.beat_us) == (self.pace.lease_us, beat_us):
             return answer
         return replace(answer, lease_us=self.pace.lease_us, beat_us=beat_us)
@@ -251,14 +318,14 @@ class Scheduler(Loop):
         """
         board, peers = self.follower.board, self.roster.peers
         if board is None:
-            return replace(answer, peers=peers)
+            return answer if answer.peers == peers else replace(answer, peers=peers)
         wanted = is_wanted(board, answer.device)
-        if (answer.peers, answer.rota, answer.wanted) == (peers, [], wanted):
+        if (answer.peers, answer.rota, answer.next, answer.wanted) == (peers, [], [], wanted):
             return answer
-        return replace(answer, peers=peers, rota=[], wanted=wanted)
+        return replace(answer, peers=peers, rota=[], next=[], wanted=wanted)
 
     def _write_progress(self, beats: list[Beat]) -> None:
-        """Write how far the tasks are of which these heartbeats tell."""
+        """Write how far the tasks are of which these pulses tell."""
         if not beats:
             return
         try:
@@ -266,7 +333,7 @@ class Scheduler(Loop):
                 self._row(session)
                 journal.write_progress(session, beats)
                 journal.settle(session)
-        except Exception as error:  # each device's next full report has all of it
+        except Exception as error:  # each device's next heartbeat has all of it
             if refusal(error):
                 raise  # the database is away
             log.exception("island %s: the progress of tasks was not written", self.island)
@@ -413,17 +480,44 @@ class Scheduler(Loop):
                 row.leader_until = func.now()
 
     def _take_in(self) -> None:
-        """Sort the heartbeats that have come: those that say nothing new, and all others."""
+        """Sort the heartbeats that have come: pulses that only renew a lease, and all others."""
         while not self.inbox.empty():
             said, came_s = self.inbox.get()
-            if isinstance(said, Alive):
+            if isinstance(said, Pulse):
+                self._take_in_pulse(said, came_s)
+            elif not self._is_repeated(said, came_s):
+                self.wanted.pop(said.device, None)
                 if self.quiet.supersede(said):
                     self.replaced.add(said.device)
                 self.backlog.put(said, came_s)
-            elif self.quiet.report_of(said) is not None:
-                self.quiet.put(said)
-            else:
-                self._put_back(said)
+
+    def _take_in_pulse(self, pulse: Pulse, came_s: float) -> None:
+        if (beat := self.quiet.beat_of(pulse, came_s=came_s)) is None:
+            self._ask_for_report(pulse)
+        elif self.quiet.report_of(beat) is not None:
+            self.quiet.put(beat)
+        else:
+            self._record_again(beat)
+
+    def _is_repeated(self, alive: Alive, came_s: float) -> bool:
+        """Take in a report as a pulse, if its device worker is of the version before and the report
+        repeats an earlier one.
+        """
+        if alive.facts.get("pulses"):
+            self.unnumbered.pop(alive.device, None)
+            return False
+        sent = self.unnumbered.setdefault(alive.device, SentReports())
+        if not isinstance(pulse := sent.heartbeat(alive), Pulse):
+            return False
+        if (beat := self.quiet.beat_of(pulse, came_s=came_s)) is None:
+            sent.forget()
+            sent.heartbeat(alive)
+            return False
+        if self.quiet.report_of(beat) is not None:
+            self.quiet.put(beat)
+        else:
+            self.backlog.put(alive, came_s)
+        return True
 
     def _row(self, session: Session) -> tuple[Island, float]:
         """Return the island's row, locked, and the seconds left of its leader's lease."""
@@ -447,7 +541,7 @@ class Scheduler(Loop):
             log.warning("%s leads island %s", self.me[:8], self.island)
             row.leader, row.term, row.leading_since = self.me, row.term + 1, func.now()
             self.follower.forget()
-            self.quiet.forget_all()
+            self.quiet.forget_answers()
             _spare_leases(session, self.island)
         if left_s < settings().leader_s / 2:
             row.leader_until = func.now() + timedelta(seconds=settings().leader_s)

@@ -1,8 +1,8 @@
-"""Sends the heartbeats of a device: each report has its whole state, each answer extends its lease.
+"""Sends the heartbeats of a device: reports with its whole state, and pulses while that holds.
 
-A `Pulse` is a thread that sends the newest report that it was given. Sending may block while Redis
-is away, and the supervisor must not block. A report that could not be sent is discarded: the next
-report includes all that was in it.
+A `HeartbeatSender` is a thread that sends the newest report that it was given. Sending may block
+while Redis is away, and the supervisor must not block. A report that could not be sent is
+discarded: the next report includes all that was in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from app.core.model.protocol.messages import Alive
+from app.core.device.sent_reports import SentReports
+from app.core.model.protocol.messages import Alive, Answer, Pulse
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ def now_us() -> int:
 
 
 class HeartbeatTransport(Protocol):
-    def send(self, alive: Alive) -> None:
-        """Publish one report; any exception means that it was not sent."""
+    def send(self, heartbeat: Alive | Pulse) -> None:
+        """Publish one heartbeat; any exception means that it was not sent."""
 
 
 # --- when to report -------------------------------------------------------------------------------
@@ -91,12 +92,15 @@ class Rhythm:
         return int(self.beat_us * random.uniform(SOONEST_PART, 1.0))
 
 
-class Pulse(threading.Thread):
+class HeartbeatSender(threading.Thread):
+    """Sends each report, or a Pulse in its place.  The methods may be called by other threads."""
+
     def __init__(
         self, transport: HeartbeatTransport, *, clock_us: Callable[[], int] = now_us
     ) -> None:
-        super().__init__(name="pulse", daemon=True)
+        super().__init__(name="heartbeats", daemon=True)
         self.transport, self.clock_us = transport, clock_us
+        self._reports = SentReports()
         self._newest: Alive | None = None
         self._changed = threading.Condition()
         self._sending = False
@@ -108,6 +112,21 @@ class Pulse(threading.Thread):
         with self._changed:
             self._newest = alive
             self._changed.notify_all()
+
+    def answered(self, answer: Answer) -> None:
+        """Take in an Answer, newer than all before."""
+        with self._changed:
+            self._reports.answered(answer)
+
+    def renewed(self) -> None:
+        """Take in that a Pulse was answered as before."""
+        with self._changed:
+            self._reports.renewed()
+
+    def tell_all(self) -> None:
+        """Send whole reports until one is answered."""
+        with self._changed:
+            self._reports.forget()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the last report was sent or given up; False after `timeout_s`."""
@@ -138,8 +157,10 @@ class Pulse(threading.Thread):
     def _send(self, alive: Alive) -> None:
         # The lease counts from this time, so take the time before anything can delay the message.
         stamped = replace(alive, sent_us=self.clock_us())
+        with self._changed:
+            heartbeat = self._reports.heartbeat(stamped)
         try:
-            self.transport.send(stamped)
+            self.transport.send(heartbeat)
         except Exception as error:
             if not self._failing:
                 log.warning(

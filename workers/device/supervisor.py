@@ -36,7 +36,9 @@ from app.core.device.health_readings import Reading
 from app.core.model.protocol.messages import (
     Answer,
     Given,
+    LeaseRenewal,
     Order,
+    ReportWanted,
 )
 from app.core.model.provisions.tunnel import TunnelTicket
 from app.core.security import peer_proof
@@ -290,6 +292,10 @@ class Supervisor(threading.Thread):
                 self.orders.receive(message)
             case Answer():
                 self.answers.receive(message)
+            case LeaseRenewal():
+                self.answers.renew(message)
+            case ReportWanted():
+                self.answers.tell_all(message)
             case Given():
                 self.late.given(message)
             case _:
@@ -307,7 +313,7 @@ class Supervisor(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
         self.tunnels.start()
         self.links.listen()
-        self.reports.pulse.start()
+        self.reports.sender.start()
         self.presets.start()
         self.health.start()
         self.mounts.start()
@@ -341,7 +347,7 @@ class Supervisor(threading.Thread):
         if self.spawner.zygote is not None:
             self.spawner.zygote.end()
         self.egress.close()
-        self.reports.pulse.end()
+        self.reports.sender.end()
         self.health.end()
         self.presets.end()
         self.images.end()

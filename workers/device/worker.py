@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from celery import bootsteps
 
-from app.core.model.protocol.messages import Alive
+from app.core.model.protocol.messages import Alive, Pulse
 from app.core.model.protocol.wellformed import BadMessage
 from app.messaging import broker
 from app.messaging.signed_messages import Mail, sealed_heartbeat
@@ -33,13 +33,13 @@ celery = broker.make_celery("device", settings().redis_url.get_secret_value(), s
 
 
 class ToIsland:
-    """Sends reports to the island's queue, sealed, as hints that may be lost."""
+    """Sends heartbeats to the island's queue, sealed, as hints that may be lost."""
 
     def __init__(self, island: str, mail: Mail) -> None:
         self.queue, self.mail = broker.island_queue(island), mail
 
-    def send(self, alive: Alive) -> None:
-        text = sealed_heartbeat(self.mail.keys, alive, to=self.mail.addressee())
+    def send(self, heartbeat: Alive | Pulse) -> None:
+        text = sealed_heartbeat(self.mail.keys, heartbeat, to=self.mail.addressee())
         broker.send(celery, broker.ISLAND_ALIVE, self.queue, text)
 
 

@@ -257,6 +257,7 @@ class House:
             "user": True,  # the worker takes a Launch with its user,
             "request": True,  # and with its request
             "paced": True,  # the worker takes an answer that says when to report again
+            "pulses": True,  # the worker takes an answer that lets it send a Pulse
             "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation", SHARING_NEED],
         }
 

@@ -68,7 +68,17 @@ from app.core.device.lease import Lease, grace_for
 from app.core.device.slot_turns import SlotTurns
 from app.core.device.stay_state import ACTIVE, StayMove, StayState, state_after
 from app.core.model.protocol import messages
-from app.core.model.protocol.messages import Answer, Cancel, Launch, Order, Pause, Resize, Save
+from app.core.model.protocol.messages import (
+    Answer,
+    Cancel,
+    Launch,
+    LeaseRenewal,
+    Order,
+    Pause,
+    ReportWanted,
+    Resize,
+    Save,
+)
 from app.core.model.provisions.notice import NoticeReason
 from app.core.scheduling.sharing.turns import Rota
 
@@ -164,7 +174,7 @@ class DeviceMachine:
         is_new = (launch.epoch, launch.seq) > self.newest.get(launch.task, (0, 0))
         return is_ours and is_new and not self.is_leaving
 
-    def is_fresh(self, answer: Answer) -> bool:
+    def is_fresh(self, answer: Answer | LeaseRenewal | ReportWanted) -> bool:
         """True if the answer is meant for this process, and newer than all before.
 
         A newer answer contains everything that still holds, so a late or repeated answer changes

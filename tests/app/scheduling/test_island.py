@@ -180,7 +180,8 @@ def news(sent):
 
 
 def orders(sent):
-    return [body["is"] for _, body in news(sent) if body["is"] != "Answer"]
+    answers = ("Answer", "LeaseRenewal", "ReportWanted")
+    return [body["is"] for _, body in news(sent) if body["is"] not in answers]
 
 
 def answers(sent):
@@ -337,7 +338,7 @@ class TestRound:
         long_plan.backlog.bound = 1
         came_s = control.time.monotonic() - settings().lease_s / 2
         for n in range(3):
-            long_plan.inbox.put((alive(f"h.{n}"), came_s))
+            long_plan.inbox.put((alive(f"h.{n}", labels=["new"]), came_s))
         sent.clear()
         assert (long_plan.look(), len(answers(sent)), orders(sent)) == (0.0, 1, [])
         assert (long_plan.look(), len(answers(sent)), orders(sent)) == (0.0, 3, ["Launch"] * 2)

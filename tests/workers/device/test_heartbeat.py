@@ -11,7 +11,7 @@ from app.core.device.device_records import StayRecord
 from app.core.device.lease import Lease
 from app.core.model.protocol.messages import Alive, Answer
 from tests.launches import launch_of
-from workers.device.heartbeat import CHATTER_S, SOON_S, Pulse, Rhythm
+from workers.device.heartbeat import CHATTER_S, SOON_S, HeartbeatSender, Rhythm
 from workers.device.stay import Stay
 
 ALIVE = Alive(device="h.0", incarnation="1", sent_us=0, facts={}, residents=[], events=[], logs=[])
@@ -109,38 +109,38 @@ def line():
 
 
 @pytest.fixture
-def pulse(line):
-    pulse = Pulse(line, clock_us=lambda: 77)
-    pulse.start()
-    yield pulse
-    pulse.end()
-    pulse.join(60)
-    assert not pulse.is_alive()
+def sender(line):
+    sender = HeartbeatSender(line, clock_us=lambda: 77)
+    sender.start()
+    yield sender
+    sender.end()
+    sender.join(60)
+    assert not sender.is_alive()
 
 
-def test_a_report_is_stamped_when_it_is_sent(pulse, line):
-    pulse.say(ALIVE)
-    assert pulse.flush(60)
+def test_a_report_is_stamped_when_it_is_sent(sender, line):
+    sender.say(ALIVE)
+    assert sender.flush(60)
     assert line.sent == [replace(ALIVE, sent_us=77)]
 
 
-def test_only_the_newest_report_is_kept_while_the_connection_is_slow(pulse, line):
+def test_only_the_newest_report_is_kept_while_the_connection_is_slow(sender, line):
     line.open.clear()
     for number in range(5):
-        pulse.say(replace(ALIVE, incarnation=str(number)))
+        sender.say(replace(ALIVE, incarnation=str(number)))
     line.open.set()
-    assert pulse.flush(60)
+    assert sender.flush(60)
     assert line.sent[-1].incarnation == "4"
     assert len(line.sent) <= 2
 
 
-def test_failed_connection_is_retried(pulse, line):
+def test_failed_connection_is_retried(sender, line):
     line.is_down = True
-    pulse.say(ALIVE)
-    assert pulse.flush(60)
+    sender.say(ALIVE)
+    assert sender.flush(60)
     line.is_down = False
-    pulse.say(ALIVE)
-    assert pulse.flush(60)
+    sender.say(ALIVE)
+    assert sender.flush(60)
     assert len(line.sent) == 1
 
 

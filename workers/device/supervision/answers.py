@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from app.core.device.device_events import AnswerCame, StayForgotten
 from app.core.model.protocol import messages
-from app.core.model.protocol.messages import (
-    Answer,
-)
+from app.core.model.protocol.messages import Answer, LeaseRenewal, ReportWanted
 from app.core.model.provisions.mounts import FOLDER, IMAGE
 from workers.device.heartbeat import Rhythm
 from workers.device.host.health import DeviceHealth
@@ -46,10 +46,34 @@ class AnswerDesk:
         self.watchdog = watchdog
         self.health = health
         self.mounts = mounts
+        self.newest: Answer | None = None
+        self.wanted_us = 0  # `sent_us` of the newest request for a whole report
 
     def receive(self, answer: Answer) -> None:
-        if not self.stays.machine.is_fresh(answer):
+        if self.stays.machine.is_fresh(answer):
+            self.newest = answer
+            self.reports.sender.answered(answer)
+            self._obey(answer)
+
+    def renew(self, renewal: LeaseRenewal) -> None:
+        """Obey the newest answer once more, as the answer to a later heartbeat.
+
+        A renewal of another answer is ignored; the next heartbeat names the newest one.
+        """
+        if self.newest is None or self.newest.sent_us != renewal.answer:
             return
+        if self.stays.machine.is_fresh(renewal):
+            self.reports.sender.renewed()
+            self._obey(replace(self.newest, sent_us=renewal.sent_us))
+
+    def tell_all(self, wanted: ReportWanted) -> None:
+        """Send the whole report at once.  A late or repeated request changes nothing."""
+        if self.stays.machine.is_fresh(wanted) and wanted.sent_us > self.wanted_us:
+            self.wanted_us = wanted.sent_us
+            self.reports.sender.tell_all()
+            self.rhythm.happened = True
+
+    def _obey(self, answer: Answer) -> None:
         self.stays.give(AnswerCame(answer=answer))
         self.watchdog.limit_s = answer.lease_us / 1e6
         self.rhythm.set_pace(answer.beat_us)

@@ -12,7 +12,13 @@ from app.core.model.metric_rows import MESSAGE_BYTES
 from app.core.model.protocol.messages import (
     Alive,
 )
-from workers.device.heartbeat import LOGS_LIMIT_BYTES, HeartbeatTransport, Pulse, Rhythm, now_us
+from workers.device.heartbeat import (
+    LOGS_LIMIT_BYTES,
+    HeartbeatSender,
+    HeartbeatTransport,
+    Rhythm,
+    now_us,
+)
 from workers.device.host.environments import DeviceEnvironments
 from workers.device.host.health import DeviceHealth
 from workers.device.host.mounts import DeviceMounts
@@ -54,7 +60,7 @@ class DeviceReports:
         self.health = health
         self.mounts = mounts
         self.environments = environments
-        self.pulse = Pulse(transport)
+        self.sender = HeartbeatSender(transport)
         self.facts: JSON = house.facts
         self.clock_began_s: int | None = None
         self.is_trial_over = False  # True once the trial of storing processes has ended
@@ -79,10 +85,10 @@ class DeviceReports:
 
     def say_goodbye(self) -> None:
         """Send the last report: all events, no residents, and the lease is given back."""
-        self.pulse.flush(1.0)
+        self.sender.flush(1.0)
         for _ in range(2):  # sent twice, as no later report repeats it
-            self.pulse.say(self.alive(leaving=True))
-            self.pulse.flush(1.0)
+            self.sender.say(self.alive(leaving=True))
+            self.sender.flush(1.0)
 
     def may_report(self) -> bool:
         """True once the device can work and was checked, because a device that reports is given
@@ -95,7 +101,7 @@ class DeviceReports:
         now = now_us()
         if self.may_report() and now >= self.rhythm.due_us(self.stays.machine.lease.answered_us):
             self.rhythm.reported(now)
-            self.pulse.say(self.alive())
+            self.sender.say(self.alive())
 
     def alive(self, *, leaving: bool = False) -> Alive:
         now = now_us()

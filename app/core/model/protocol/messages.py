@@ -4,9 +4,12 @@ Messages are hints; Postgres is the truth. Any message may be lost, repeated or 
 make that harmless:
 
 * Every order and event carries `(task, epoch, seq)`; a stale or repeated one changes nothing.
-* A heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
-  and log line that is not acknowledged yet. A lost heartbeat only delays these to the next one.
-* The `Answer` to a heartbeat says until when the device may continue (its lease), which events
+* A report (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
+  and log line that is not acknowledged yet. A lost report only delays these to the next one.
+* A `Pulse` says that an acknowledged report still holds, and how far its tasks are. The report's
+  number is the time when it was sent. An island that does not know the number, or may have lost
+  something, asks for the whole report (`ReportWanted`). Reports and pulses are *heartbeats*.
+* The `Answer` to a report says until when the device may continue (its lease), which events
   arrived, and which of the named residents belong to an older epoch and must be dropped.
 
 A resident may take the slot only after an answer to a heartbeat *that named it* said "keep", or
@@ -401,6 +404,22 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """Says that a device still holds what an acknowledged report says, and nothing more.
+
+    A device sends it in place of a report, if no event or log line waits for an acknowledgement.
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    report: int  # `sent_us` of the report
+    answer: int  # `sent_us` of the newest Answer that the device has
+    # [step, held_us, staged_us] of each resident, in the order of the report
+    progress: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
     """A late input of a task is durable now; `source` describes it as a Launch would.
 
@@ -474,6 +493,30 @@ class Answer:
     # The device reports again within this time; 0: within its own beat. A device with the fact
     # "paced" gets it.
     beat_us: int = 0
+    # True: the island remembers the report, so a Pulse will do while it holds. A device with the
+    # fact "pulses" gets it.
+    pulses: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewal:
+    """Answers the Pulse of `sent_us` as the Answer `answer` did, whose `sent_us` that is."""
+
+    device: str
+    incarnation: str
+    sent_us: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportWanted:
+    """Asks for the whole report: the island does not know the report that the Pulse of `sent_us`
+    named.
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
 
 
 def about_secrets(task: str, epoch: int, device: str) -> str:
@@ -500,7 +543,7 @@ _KINDS: dict[str, type] = {
     for kind in (
         Launch, Pause, Save, Resize, Cancel,
         Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
-        ResidentView, LogLines, Alive, Given, Answer,
+        ResidentView, LogLines, Alive, Pulse, Given, Answer, LeaseRenewal, ReportWanted,
     )
 }  # fmt: skip
 
@@ -546,7 +589,8 @@ def decode(body: JSON) -> Any:
     if unknown := values.keys() - _types(kind).keys():
         raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))[:100]}")
     wellformed.check(kind.__name__, _types(kind), values)
-    values = {name: _decode_value(kind, name, value) for name, value in values.items()}
+    for name in _compound(kind) & values.keys():
+        values[name] = _decode_value(kind, name, values[name])
     try:
         return kind(**values)
     except TypeError as error:
@@ -558,6 +602,13 @@ def _types(kind: type) -> dict[str, str]:
     return {field.name: str(field.type) for field in fields(kind)}
 
 
+@cache
+def _compound(kind: type) -> frozenset[str]:
+    """Return the fields that hold other messages or values."""
+    types = _types(kind)
+    return frozenset(name for name in types if types[name] in {*_INNER, *_VALUES})
+
+
 def _decode_value(kind: type, name: str, value: Any) -> Any:
     declared = _types(kind)[name]
     if (values := _VALUES.get(declared)) is not None:
@@ -565,9 +616,7 @@ def _decode_value(kind: type, name: str, value: Any) -> Any:
             return codec.from_json(values, value, f"{kind.__name__}.{name}")
         except BadValue as error:
             raise BadMessage(str(error)) from error
-    inner = _INNER.get(declared)
-    if inner is None:
-        return value
+    inner = _INNER[declared]
     messages = [decode(item) for item in value]
     for message in messages:
         if not isinstance(message, inner):

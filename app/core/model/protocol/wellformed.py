@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from app.core.model.device_choice import BUILD_STATES, NEED
@@ -24,6 +25,7 @@ _FORMAT = re.compile(r"[a-z0-9]{1,20}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:._%-]{1,253}")
 _PROCESS = re.compile(r"[A-Za-z0-9-]{0,64}")
 _LARGEST = 2**63 - 1
+PROGRESS_MOST = 2**53  # bound of a number in a Pulse; the island computes with products of it
 FINDINGS_MOST = 32  # most findings in a report of a device's health
 MAX_PATH = 255  # most characters of the path or the target of a mount
 BUILD_TOLD_MOST = 5000  # most characters of the reason why packages were not installed
@@ -151,6 +153,13 @@ def _is_point(value: Any) -> bool:
     )
 
 
+def _is_progress(value: Any) -> bool:
+    """True if the value is a list of three counts below PROGRESS_MOST."""
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return all(type(count) is int and 0 <= count < PROGRESS_MOST for count in value)
+
+
 is_id, is_word, is_address = _text(_ID), _text(_WORD), _text(_ADDRESS)
 _is_need = _text(NEED)
 _is_hash, _is_bundle = _text(_HASH), _text(_HASH, or_none=True)
@@ -221,6 +230,7 @@ _FACTS = _object(
         "splice": lambda value: isinstance(value, bool),
         "image_key": lambda value: isinstance(value, bool),
         "paced": lambda value: isinstance(value, bool),
+        "pulses": lambda value: isinstance(value, bool),
         "user": lambda value: isinstance(value, bool),
         "ranks_apart": lambda value: isinstance(value, bool),
         "held_bytes": _by_name(is_id, lambda pair: _each(_is_count)(pair) and len(pair) == 2),
@@ -287,6 +297,9 @@ FIELDS: dict[str, Check] = {
     "health": _HEALTH,
     "check": _is_count,
     "guest_bytes": _is_count,
+    "report": _is_count,
+    "answer": _is_count,
+    "progress": _each(_is_progress),
     "mounts": _by_name(is_id, is_path),
     "root": lambda value: value == "" or is_path(value),
     "environments": _each(_is_hash),
@@ -337,12 +350,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def check(kind: str, types: Mapping[str, str], values: Mapping[str, Any]) -> None:
     """Raise BadMessage if a field does not have its type in `types`, or is not well formed."""
     for name, value in values.items():
-        declared = types[name].removesuffix(" | None")
-        if value is None and declared != types[name]:
+        wanted, may_be_none, is_good = _form(kind, name, types[name])
+        if value is None and may_be_none:
             continue
-        is_good = ELSEWHERE.get((kind, name)) or FIELDS.get(name)
-        wanted = _TYPES[declared.partition("[")[0]]
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             raise BadMessage(f"{kind}.{name} is {value!r:.100}")
         if is_good is not None and not is_good(value):
             raise BadMessage(f"{kind}.{name} is not well formed: {value!r:.100}")
+
+
+@cache
+def _form(kind: str, name: str, declared: str) -> tuple[tuple[type, ...], bool, Check | None]:
+    """Return the types of a field, whether it may be None, and its check."""
+    plain = declared.removesuffix(" | None")
+    wanted = _TYPES[plain.partition("[")[0]]
+    return wanted, plain != declared, ELSEWHERE.get((kind, name)) or FIELDS.get(name)

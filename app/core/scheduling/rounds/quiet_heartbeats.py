@@ -1,97 +1,111 @@
-"""Recognises heartbeats that say nothing new, before they are decoded.
+"""Keeps what devices reported, and the pulses that repeat it.
 
-A heartbeat is the whole truth of its device. While a device continues as before, only few numbers
-differ from one heartbeat to the next: its time, the steps and held time of its tasks, and their
-memory. So the island keeps a digest of all the rest, of what it recorded and answered last. A
-heartbeat with the same digest only renews the lease, as long as the island's own rows are as they
-were (`app.scheduling.journal.reports.quiet`). Its steps and held time wait for the next bulk write.
-Its figures, such as heat and memory, wait for minutes, as nothing is decided by them.
-A heartbeat that differs is decoded and recorded in full, and so is every heartbeat of a device of
-which nothing is remembered.
+A pulse (`core.model.protocol.messages`) names a report that the island has acknowledged. It only
+renews the lease, as long as the island's own rows are as they were when it answered
+(`app.scheduling.journal.reports.quiet`). The progress in it waits for the next bulk write. If the
+rows have changed, or if time alone may change the answer, the report is recorded once more, with
+that progress. A pulse that names a report which is not remembered renews nothing: the island asks
+for the report.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
-from app.core.model.protocol.messages import JSON, Alive, Answer, encode
+from app.core.model.protocol.messages import Alive, Answer, Pulse, decode, encode
 
-#: What moves in a resident while nothing happens.
-MOVING = frozenset(
-    ("step", "held_us", "staged_us", "memory_bytes", "on_device_bytes", "host_bytes")
-)
-PEAKS = ("memory_bytes", "host_bytes")  # of these, the most so far is kept
-_MEMORY = ("memory_bytes", "on_device_bytes", "host_bytes")
-LARGEST = 2**53  # of a moving number; the island computes with products of it
 AT_ONCE = 4096  # most leases that one round renews, so that the round stays short
-FIGURES_EVERY_S = 240.0  # how often changed figures of a device are recorded, such as its heat
-#: How often a heartbeat is recorded in full, whatever it says. To record one costs as much as to
-#: renew some twenty leases.
-WHOLE_EVERY_S = 900.0
+
+
+class Progress(NamedTuple):
+    """Tells how far a task is, by a pulse."""
+
+    task: str
+    epoch: int
+    step: int
+    held_us: int
+    staged_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """Describes a heartbeat with the recorded digest; `came_s` is by the island's monotonic
-    clock.
-    """
+    """Describes a pulse whose report is remembered; `came_s` is by the island's monotonic clock."""
 
     device: str
     incarnation: str
     sent_us: int
     came_s: float
-    body: JSON
+    answer_us: int  # `sent_us` of the newest Answer that the device has
+    progress: tuple[Progress, ...]
 
-    def residents(self) -> list[JSON]:
-        return list(self.body.get("residents", ()))
+
+@dataclass(frozen=True, slots=True)
+class RememberedReport:
+    """Keeps what a device reported last; `text` is the report without events and log lines."""
+
+    incarnation: str
+    number: int
+    text: str
+    stays: tuple[tuple[str, int], ...]  # (task, epoch) of each resident
+    is_numbered: bool  # False for a device worker of the version before
+
+    @classmethod
+    def of(cls, alive: Alive) -> RememberedReport:
+        return cls(
+            incarnation=alive.incarnation,
+            number=alive.sent_us,
+            text=json.dumps(encode(replace(alive, events=[], logs=[])), separators=(",", ":")),
+            stays=tuple((view.task, view.epoch) for view in alive.residents),
+            is_numbered=bool(alive.facts.get("pulses")),
+        )
+
+    def beat(self, pulse: Pulse, *, came_s: float) -> Beat | None:
+        """Return what the pulse says; None if it names another report."""
+        told = (pulse.incarnation, pulse.report, len(pulse.progress))
+        if told != (self.incarnation, self.number, len(self.stays)):
+            return None
+        return Beat(
+            device=pulse.device,
+            incarnation=pulse.incarnation,
+            sent_us=pulse.sent_us,
+            came_s=came_s,
+            answer_us=pulse.answer,
+            progress=tuple(
+                Progress(*stay, *told)
+                for stay, told in zip(self.stays, pulse.progress, strict=True)
+            ),
+        )
+
+    def told_by(self, beat: Beat) -> Alive:
+        """Return the whole report that the device would have sent in place of the pulse."""
+        alive: Alive = decode(json.loads(self.text))
+        residents = [
+            replace(view, step=now.step, held_us=now.held_us, staged_us=now.staged_us)
+            for view, now in zip(alive.residents, beat.progress, strict=True)
+        ]
+        return replace(alive, sent_us=beat.sent_us, residents=residents)
 
 
 @dataclass(slots=True, kw_only=True)
 class AcknowledgedReport:
-    """Keeps what was recorded of a device's last full heartbeat, and what was answered.
+    """Keeps what was answered to a report that only pulses follow, and what that rests on.
 
-    `digest` and `figures` are what `standing_digest` and `figures_of` return. `txid` is the
-    transaction that wrote the device's row last, and `held` the stays on the device, as
-    `stays_told` names them. `mounts` are the digests of the mounts that the device knows, if it
-    may show any. `builds` is True if its host may have to install packages.
+    `txid` is the transaction that wrote the device's row last, and `held` the stays on the device,
+    as `stays_told` names them. `mounts` are the digests of the mounts that the device knows, if it
+    may show any. `builds` is True if its host may have to install packages, and `is_paced` if the
+    device takes a beat of its island.
     """
 
     answer: Answer
-    digest: bytes
-    figures: tuple[Any, ...]
     txid: str
     held: str
-    peaks: Mapping[str, tuple[int, ...]]
     mounts: tuple[str | None, str | None]
     builds: bool
-
-
-def standing_digest(body: JSON) -> bytes:
-    """Return the digest of all that a heartbeat says, except what changes while nothing happens."""
-    said = {name: value for name, value in body.items() if name != "sent_us"}
-    facts = said["facts"]
-    if "held_bytes" in facts:
-        said["facts"] = {name: value for name, value in facts.items() if name != "held_bytes"}
-    said["residents"] = [
-        {name: value for name, value in view.items() if name not in MOVING}
-        for view in said.get("residents", ())
-    ]
-    if health := said.get("health"):
-        said["health"] = {name: value for name, value in health.items() if name != "reading"}
-    return hashlib.sha256(json.dumps(said, separators=(",", ":")).encode()).digest()
-
-
-def figures_of(body: JSON) -> tuple[Any, ...]:
-    """Return what the digest leaves out and no bulk write has: readings, and memory in use."""
-    memory = [[view.get(name) for name in _MEMORY] for view in body.get("residents", ())]
-    reading = (body.get("health") or {}).get("reading")
-    return reading, body["facts"].get("held_bytes"), memory
+    is_paced: bool
 
 
 def stays_told(stays: Iterable[tuple[str, int]]) -> str:
@@ -100,34 +114,21 @@ def stays_told(stays: Iterable[tuple[str, int]]) -> str:
 
 
 def acknowledged(alive: Alive, answer: Answer, *, txid: str) -> AcknowledgedReport:
-    """Remember a heartbeat whose residents all run where the island believes them."""
-    body, facts = encode(alive), alive.facts
+    """Remember the answer to a report whose residents all run where the island believes them."""
+    facts = alive.facts
     return AcknowledgedReport(
         answer=answer,
-        digest=standing_digest(body),
-        figures=figures_of(body),
         txid=txid,
         held=stays_told((view.task, view.epoch) for view in alive.residents),
-        peaks={view.task: (view.memory_bytes, view.host_bytes) for view in alive.residents},
         mounts=(facts.get("mounts"), facts.get("images")),
         builds="builds" in facts,
+        is_paced=bool(facts.get("paced")),
     )
 
 
 @dataclass(slots=True)
-class _KnownReport:
-    """Holds an acknowledged report, and the times from which a heartbeat is recorded in full: with
-    other figures, and in any case.
-    """
-
-    report: AcknowledgedReport
-    figures_from_s: float
-    whole_from_s: float
-
-
-@dataclass(slots=True)
 class _UnwrittenProgress:
-    """Holds the newest heartbeat whose progress is not written, and since when there is such
+    """Holds the newest pulse whose progress is not written, and since when there is such
     progress.
     """
 
@@ -137,46 +138,39 @@ class _UnwrittenProgress:
 
 @dataclass
 class QuietHeartbeats:
-    """Remembers acknowledged reports, the heartbeats that repeat them, and unwritten progress.
+    """Remembers reports, the answers that pulses repeat, and unwritten progress, by device."""
 
-    `recognise` may run in another thread than all other methods.
-    """
-
-    # by device: heartbeats whose lease is to be renewed
+    # pulses whose leases are to be renewed
     waiting: dict[str, Beat] = field(default_factory=dict)
-    _known: dict[str, _KnownReport] = field(default_factory=dict)
+    _reports: dict[str, RememberedReport] = field(default_factory=dict)
+    _answers: dict[str, AcknowledgedReport] = field(default_factory=dict)
     _unwritten: dict[str, _UnwrittenProgress] = field(default_factory=dict)
 
-    def recognise(self, body: JSON, *, now_s: float) -> Beat | None:
-        """Return a heartbeat that repeats what was acknowledged; None if it does not repeat it."""
-        device, sent_us = body.get("device"), body.get("sent_us", -1)
-        known = self._known.get(device) if isinstance(device, str) else None
-        if known is None or now_s >= known.whole_from_s or not _is_count(sent_us):
-            return None
-        report = known.report
-        try:
-            if standing_digest(body) != report.digest:
-                return None
-            if now_s >= known.figures_from_s and figures_of(body) != report.figures:
-                return None
-            if not all(_goes_on(view, report) for view in body.get("residents", ())):
-                return None
-        except (AttributeError, KeyError, TypeError):
-            return None  # it is decoded, and refused there
-        return Beat(
-            device=report.answer.device,
-            incarnation=report.answer.incarnation,
-            sent_us=sent_us,
-            came_s=now_s,
-            body=body,
-        )
+    def beat_of(self, pulse: Pulse, *, came_s: float) -> Beat | None:
+        """Return what a pulse says; None if the report that it names is not remembered."""
+        known = self._reports.get(pulse.device)
+        return None if known is None else known.beat(pulse, came_s=came_s)
+
+    def report_of(self, beat: Beat) -> AcknowledgedReport | None:
+        """Return what is answered again; None if the report must be recorded once more."""
+        found = self._answers.get(beat.device)
+        return found if found and found.answer.incarnation == beat.incarnation else None
+
+    def told_by(self, beat: Beat) -> Alive:
+        """Return the whole report that the device would have sent in place of this pulse."""
+        return self._reports[beat.device].told_by(beat)
+
+    def is_numbered(self, device: str) -> bool:
+        """True if the device worker sends pulses itself."""
+        known = self._reports.get(device)
+        return known is not None and known.is_numbered
 
     def put(self, beat: Beat) -> None:
         self.waiting[beat.device] = beat
 
     def take(self) -> tuple[list[tuple[Beat, AcknowledgedReport]], list[Beat]]:
-        """Return the waiting heartbeats for one round, each with what it repeats; and those that no
-        longer repeat anything.
+        """Return the waiting pulses for one round, each with what is answered again; and those
+        whose reports must be recorded once more.
 
         The latter are removed. The others wait until they are `renewed` or forgotten.
         """
@@ -188,30 +182,28 @@ class QuietHeartbeats:
                 others.append(self.waiting.pop(beat.device))
         return asked, others
 
-    def report_of(self, beat: Beat) -> AcknowledgedReport | None:
-        """Return what the heartbeat repeats; None if that was forgotten meanwhile."""
-        known = self._known.get(beat.device)
-        if known is None or known.report.answer.incarnation != beat.incarnation:
-            return None
-        return known.report
+    def recorded(self, alive: Alive) -> None:
+        """Remember a report that was recorded and committed.
 
-    def learn(self, reports: Mapping[str, AcknowledgedReport], *, now_s: float) -> None:
-        """Remember what was recorded and committed of these devices."""
-        for device, report in reports.items():
-            # Spread over time, so that few devices are recorded in full at once.
-            part = 0.5 + (zlib.crc32(device.encode()) % 1024) / 1024
-            figures_from_s, whole_from_s = (
-                now_s + every_s * part for every_s in (FIGURES_EVERY_S, WHOLE_EVERY_S)
-            )
-            self._known[device] = _KnownReport(report, figures_from_s, whole_from_s)
+        A report that is remembered already was recorded once more because of a pulse: it keeps its
+        number.
+        """
+        known = self._reports.get(alive.device)
+        if known is None or known.incarnation != alive.incarnation:
+            self._reports[alive.device] = RememberedReport.of(alive)
+
+    def learn(self, reports: Mapping[str, AcknowledgedReport]) -> None:
+        """Remember the answers to reports of these devices, which were committed."""
+        self._answers.update(reports)
 
     def supersede(self, alive: Alive) -> bool:
-        """Forget what a device said before this heartbeat, which is recorded in full.
+        """Forget what a device said before this report.
 
         True if progress of an earlier process of the device has to be written first. Progress of
-        the same process is in the heartbeat, too.
+        the same process is in the report, too.
         """
-        self.forget(alive.device)
+        self._reports.pop(alive.device, None)
+        self.forget_answer(alive.device)
         unwritten = self._unwritten.get(alive.device)
         if unwritten is None:
             return False
@@ -220,25 +212,26 @@ class QuietHeartbeats:
             return False
         return True
 
-    def forget(self, device: str) -> None:
-        self._known.pop(device, None)
+    def forget_answer(self, device: str) -> None:
+        """Let the report of the device be recorded once more, as its rows have changed."""
+        self._answers.pop(device, None)
         self.waiting.pop(device, None)
 
-    def forget_all(self) -> None:
-        """Forget all reports, as others may have changed what they rest on."""
-        self._known.clear()
+    def forget_answers(self) -> None:
+        """Let all reports be recorded once more, as others may have changed the rows."""
+        self._answers.clear()
 
     def renewed(self, beat: Beat, txid: str) -> None:
         """Record that this transaction has renewed the device's lease: its progress counts."""
         self.waiting.pop(beat.device, None)
-        self._known[beat.device].report.txid = txid
-        if beat.residents():
+        self._answers[beat.device].txid = txid
+        if beat.progress:
             before = self._unwritten.get(beat.device)
             since_s = beat.came_s if before is None else before.since_s
             self._unwritten[beat.device] = _UnwrittenProgress(beat, since_s)
 
     def due(self, *, now_s: float, every_s: float) -> list[Beat]:
-        """Return the heartbeats of devices with progress that has waited for `every_s`.
+        """Return the pulses of devices with progress that has waited for `every_s`.
 
         That is less than a lease: so the last progress of a device is written before it can be
         lost.
@@ -247,23 +240,9 @@ class QuietHeartbeats:
         return [one.beat for one in waiting if one.since_s + every_s <= now_s]
 
     def unwritten(self, devices: Iterable[str]) -> list[Beat]:
-        """Return the newest heartbeats of these devices with progress that was not written."""
+        """Return the newest pulses of these devices with progress that was not written."""
         return [self._unwritten[device].beat for device in devices if device in self._unwritten]
 
     def written(self, beats: Iterable[Beat]) -> None:
         for beat in beats:
             self._unwritten.pop(beat.device, None)
-
-
-def _goes_on(view: Mapping[str, Any], report: AcknowledgedReport) -> bool:
-    """True if the numbers that change are well formed, and no peak of the resident is higher than
-    before.
-    """
-    if not all(_is_count(view[name]) for name in {"step", "held_us", *(MOVING & view.keys())}):
-        return False
-    peaks = report.peaks[view["task"]]
-    return all(view.get(name, 0) <= peak for name, peak in zip(PEAKS, peaks, strict=True))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < LARGEST

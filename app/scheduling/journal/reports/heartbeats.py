@@ -182,7 +182,8 @@ def _record(
             mounts=_unknown(alive.facts.get("mounts"), believed.mounts.get(FOLDER, {})),
             images=_unknown(alive.facts.get("images"), believed.mounts.get(IMAGE, {})),
             environments=ahead[device.island].asked_of(device),
-            beat_us=told_us(pace_of(session), alive.facts),
+            beat_us=told_us(pace_of(session), is_paced=bool(alive.facts.get("paced"))),
+            pulses=not careful and bool(alive.facts.get("pulses")),
         )
         return answer, changed
 

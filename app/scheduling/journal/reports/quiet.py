@@ -1,9 +1,8 @@
-"""Renews the leases of devices that say nothing new, and writes the progress of their tasks in
-bulk.
+"""Renews the leases of devices that send pulses, and writes the progress of their tasks in bulk.
 
 One statement renews all leases of a round. It leaves out each device whose rows have changed since
 its report was acknowledged: the device's own row, its stays, its unanswered orders, and the tasks
-that are to be moved there. The heartbeat of such a device is recorded in full instead.
+that are to be moved there. The report of such a device is recorded once more instead.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from app.scheduling.journal.device_rows import DeviceRows
 def report_to_remember(
     house: DeviceRows, alive: Alive, answer: Answer, *, txid: str
 ) -> AcknowledgedReport | None:
-    """Return what to remember of a recorded heartbeat; None if the next one must be recorded in
-    full, too.
+    """Return what to remember of the answer to a report; None if the report must be recorded once
+    more at the next pulse.
 
     That is so if time alone, or rows that `renew` does not look at, may change the next answer.
     """
@@ -74,7 +73,7 @@ def renew(
 ) -> dict[str, str]:
     """Renew the leases of these devices; returns, by device, the transaction that wrote its row.
 
-    Devices that are left out have to be recorded in full.
+    The reports of devices that are left out have to be recorded once more.
     """
     asked = _undisturbed(session, asked, island)
     values: dict[str, Any] = {
@@ -142,14 +141,14 @@ _PACKAGES = text(
 
 def write_progress(session: Session, beats: Collection[Beat]) -> None:
     """Write how long the tasks of these devices have held them, and how far they have come."""
-    views = [(beat.device, view) for beat in beats for view in beat.residents()]
+    told = [(beat.device, task) for beat in beats for task in beat.progress]
     values: dict[str, Any] = {
-        "tasks": [view["task"] for _, view in views],
-        "epochs": [view["epoch"] for _, view in views],
-        "devices": [device for device, _ in views],
-        "steps": [view["step"] for _, view in views],
-        "held": [view["held_us"] for _, view in views],
-        "staged": [view.get("staged_us", 0) for _, view in views],
+        "tasks": [task.task for _, task in told],
+        "epochs": [task.epoch for _, task in told],
+        "devices": [device for device, _ in told],
+        "steps": [task.step for _, task in told],
+        "held": [task.held_us for _, task in told],
+        "staged": [task.staged_us for _, task in told],
     }
     for user, tenant, kind, held_us, charged_us in session.execute(_PROGRESS, values):
         ledger.note_sums(session, (user, tenant, kind), int(held_us), int(charged_us))

@@ -20,6 +20,7 @@ from app.core.model.protocol.messages import (
     Launch,
     LogLines,
     Paused,
+    Pulse,
     decode,
     encode,
     key,
@@ -38,6 +39,7 @@ SAMPLES: dict[str, Any] = {
     "list[Any]": [["t", 1]],
     "list[list[Any]]": [["t", 1]],
     "list[list[str]]": [["stdout", "hello\nagain"]],
+    "list[list[int]]": [[5, 10, 3]],
     "dict[str, int]": {"t/1": 4},
 }
 
@@ -212,6 +214,15 @@ def test_a_broken_message_inside_another_is_refused() -> None:
     body["events"][0]["surprise"] = 1
     with pytest.raises(BadMessage, match="Paused has no surprise"):
         decode(body)
+
+
+@pytest.mark.parametrize(
+    "told", [[], [1, 2], [1, 2, 3, 4], [1, 2, -1], [1, 2, True], [1, 2, 3.0], [1, 2, 2**53], None]
+)
+def test_progress_is_three_counts(told: Any) -> None:
+    body = encode(sample(Pulse))
+    with pytest.raises(BadMessage, match=r"Pulse\.progress"):
+        decode({**body, "progress": [[1, 2, 3], told]})
 
 
 def test_every_order_and_event_can_be_fenced() -> None:
