@@ -286,19 +286,12 @@ class Scheduler(Loop):
         return *self.quiet.take(), {}
 
     def _record_again(self, beat: Beat) -> None:
-        """Let a round record the report once more, with the progress of this pulse.
+        """Let a round record the report once more, with the progress of this pulse."""
+        self.backlog.put(self.quiet.told_by(beat), beat.came_s)
 
-        If the device was enrolled with another key meanwhile, it must send the report itself.
-        """
-        alive = self.quiet.told_by(beat)
-        if self.roster.objection(alive):
-            self._ask_for_report(beat)
-        else:
-            self.backlog.put(alive, beat.came_s)
-
-    def _ask_for_report(self, said: Beat | Pulse) -> None:
-        self.wanted[said.device] = ReportWanted(
-            device=said.device, incarnation=said.incarnation, sent_us=said.sent_us
+    def _ask_for_report(self, pulse: Pulse) -> None:
+        self.wanted[pulse.device] = ReportWanted(
+            device=pulse.device, incarnation=pulse.incarnation, sent_us=pulse.sent_us
         )
 
     def _paced(self, report: AcknowledgedReport) -> Answer:
@@ -492,7 +485,13 @@ class Scheduler(Loop):
                 self.backlog.put(said, came_s)
 
     def _take_in_pulse(self, pulse: Pulse, came_s: float) -> None:
-        if (beat := self.quiet.beat_of(pulse, came_s=came_s)) is None:
+        """Take in a pulse.
+
+        If the report that it names is unknown, or came from a host with another key than the device
+        is enrolled with now, the device must send the report.
+        """
+        beat = self.quiet.beat_of(pulse, came_s=came_s)
+        if beat is None or not self.roster.has_key(beat.device, self.quiet.key_of(beat.device)):
             self._ask_for_report(pulse)
         elif self.quiet.report_of(beat) is not None:
             self.quiet.put(beat)

@@ -18,7 +18,7 @@ from app.core.device.sent_reports import SentReports
 from app.core.model.protocol.messages import Alive, Pulse
 from app.core.scheduling.rounds.quiet_heartbeats import QuietHeartbeats
 from app.db import transactions
-from app.db.models import Account, Placement, Task, Usage
+from app.db.models import Account, Enrolment, Placement, Task, Usage
 from app.identity import enrolment
 from app.messaging import outbox
 from app.messaging.message_keys import MessageKeys
@@ -340,6 +340,20 @@ class TestIsland:
     ):
         other = MessageKeys(Signer(Ed25519PrivateKey.generate()))
         enrolment.enrol(session, "h.0", other.public, by="test", may_replace=True)
+        running.roster._due_s = 0.0
+        running.roster.read(session)
+        before = left_s(session)
+        say(running, pulse(known), other)
+        assert (told(sent)[0], left_s(session)) == (["ReportWanted"], before)
+
+    def test_a_device_that_got_an_enrolment_of_its_own_must_report(
+        self, session, running, known, sent
+    ):
+        """Its host's enrolment covered it until then."""
+        other = MessageKeys(Signer(Ed25519PrivateKey.generate()))
+        session.get_one(Enrolment, "h.0").device_id = "h"
+        session.flush()
+        enrolment.enrol(session, "h.0", other.public, by="test")
         running.roster._due_s = 0.0
         running.roster.read(session)
         before = left_s(session)

@@ -45,8 +45,12 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class RememberedReport:
-    """Keeps what a device reported last; `text` is the report without events and log lines."""
+    """Keeps what a device reported last; `text` is the report without events and log lines.
 
+    `key` is the public key of the host that sent it.
+    """
+
+    key: str
     incarnation: str
     number: int
     text: str
@@ -56,6 +60,7 @@ class RememberedReport:
     @classmethod
     def of(cls, alive: Alive) -> RememberedReport:
         return cls(
+            key=alive.facts.get("key", ""),
             incarnation=alive.incarnation,
             number=alive.sent_us,
             text=json.dumps(encode(replace(alive, events=[], logs=[])), separators=(",", ":")),
@@ -159,6 +164,10 @@ class QuietHeartbeats:
     def told_by(self, beat: Beat) -> Alive:
         """Return the whole report that the device would have sent in place of this pulse."""
         return self._reports[beat.device].told_by(beat)
+
+    def key_of(self, device: str) -> str:
+        """Return the public key of the host that sent the device's report."""
+        return self._reports[device].key
 
     def is_numbered(self, device: str) -> bool:
         """True if the device worker sends pulses itself."""
