@@ -72,14 +72,15 @@ MEANINGS = {
         "Read the resource again; `detail` names the obstacle.",
     ),
     "queue-full": (
-        "Your tenant, or a tenant above it, has a limit of queued tasks (`max_queued`), and this "
-        "request would exceed it. Nothing was submitted.",
+        "You, your tenant, or a tenant above it has a limit of queued tasks (`max_queued`), and "
+        "this request would exceed it. Nothing was submitted.",
         "Wait until some queued tasks have started, or cancel some. Then send the request again "
         "with the same Idempotency-Key. An administrator can raise the limit.",
     ),
     "quota-exceeded": (
         "A tenant may store a limited number of bytes of datablocks, and keep a limited number of "
-        "requests. This call would exceed one of the limits; `detail` says which. Unfinished "
+        "requests; a user may have a limited number of sessions. This call would exceed one of the "
+        "limits; `detail` says which. Unfinished "
         "uploads count; equal bytes count once. Outputs that tasks publish are always stored; only "
         "uploads, and requests that would publish, are rejected.",
         "Delete unneeded versions (DELETE /v1/datablocks/NAME@VERSION), or release requests (PATCH "

@@ -1024,6 +1024,7 @@ def tenant(value: JSON) -> RenderableType:
             ("idle tasks pause after", _idle_pause(value.get("idle_pause_s"))),
             ("sessions end after", _idle_pause(value.get("session_end_s"))),
             ("network", _network_policy(value.get("network"))),
+            ("each user", _limits(value.get("user_defaults") or {})),
             ("max tier", value["tier"]),
         ]
     )
@@ -1039,7 +1040,20 @@ def _idle_pause(pause_s: int | None) -> str | None:
 
 def user(value: JSON) -> RenderableType:
     names = ("id", "name", "tenant_id", "weight")
-    return facts([(name.removesuffix("_id"), value[name]) for name in names])
+    shown = [(name.removesuffix("_id"), value[name]) for name in names]
+    return facts([*shown, ("limits", _limits(value))])
+
+
+def _limits(value: JSON) -> str | None:
+    """Return the limits of a user; None without any."""
+    devices = [f"{kind} {most}" for kind, most in (value.get("limit") or {}).items()]
+    told = [f"devices {', '.join(devices)}"] if devices else []
+    for name in ("max_running", "max_queued", "max_sessions"):
+        if (most := value.get(name)) is not None:
+            told.append(f"{name.removeprefix('max_')} {most}")
+    if (longest_s := value.get("max_duration_s")) is not None:
+        told.append(f"duration {seconds(round(longest_s * 1_000_000))}")
+    return "; ".join(told) or None
 
 
 def me(value: JSON) -> list[tuple[str, object]]:

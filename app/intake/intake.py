@@ -50,9 +50,10 @@ from app.db import tenant_tree
 from app.db.ids import new_id
 from app.db.models import Checkpoint, Datablock, Idempotency, Task, Tenant
 from app.db.transactions import after_commit
+from app.db.user_limits import LIMITS_OF_USER
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
 from app.identity import secret_store
-from app.intake import environments
+from app.intake import environments, user_limits
 from app.intake.environments import WantedEnvironment
 from app.messaging import outbox, webhooks
 from app.messaging.live_updates import changes
@@ -100,7 +101,7 @@ class RequestFacts:
     bundle, None if the tenant has no such bundle; `signatures` are those of the classes in the
     bundle.  `offers` are the devices by kind, whether up at this moment or not.  `is_first` is True
     unless an earlier call had the same Idempotency-Key.  `preset_types` are the task types that
-    have a preset of their own.
+    have a preset of their own. `user_limits` are those that hold for the user alone.
     """
 
     now: datetime
@@ -110,6 +111,7 @@ class RequestFacts:
     offers: Mapping[str, dependencies.Offer]
     is_first: bool
     preset_types: Sequence[str]
+    user_limits: Mapping[str, Any]
 
 
 # Grouped as texts, because grouping by JSON takes four times as long for ten thousand devices.
@@ -138,7 +140,9 @@ _GROUND = text(
         (select json_agg(json_build_array(kind, island, host, memory_bytes, devices,
             json_build_object({_AS_JSON}))) from alike),
         cast(:key as text) is null or exists (select from once),
-        (select json_agg(distinct task_type) from presets)
+        (select json_agg(distinct task_type) from presets),
+        (select {LIMITS_OF_USER} from users u join tenants t on t.id = u.tenant_id
+            where u.id = :user)
     """
 )
 
@@ -155,7 +159,7 @@ def request_facts(session: Session, owner: Owner, once: Once) -> RequestFacts:
         "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
     }
     found = session.connection().execute(_GROUND, given).one()
-    now, path, entry_points, signatures, alike, is_first, types = found
+    now, path, entry_points, signatures, alike, is_first, types, limits = found
     return RequestFacts(
         now=now,
         path=[tenant_tree.OnPath(*row) for row in path],
@@ -164,6 +168,7 @@ def request_facts(session: Session, owner: Owner, once: Once) -> RequestFacts:
         offers=_offers(alike or ()),
         is_first=is_first,
         preset_types=types or (),
+        user_limits=limits or {},
     )
 
 
@@ -221,6 +226,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         raise _refused(BadInput, error.faults) from error
     if body.get("tier") is None:
         descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(facts.path)))
+    descriptor = user_limits.with_usual_durations(descriptor, body, facts.user_limits)
     sent, faults = graphs.of_tasks(session, owner.tenant_id, descriptor)
     faults += [
         *dependencies.check(descriptor),
@@ -241,6 +247,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     ]
     more += _network_faults(descriptor, facts.path)
     more += log_patterns.faults(descriptor)
+    more += user_limits.faults(descriptor, facts.user_limits)
     more += mounts.faults(session, descriptor, [tenant.id for tenant in facts.path])
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
@@ -548,6 +555,8 @@ def accept(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> A
     found = checked(session, owner, body, facts)
     descriptor = found.descriptor
     _check_room(session, facts.path, len(descriptor.tasks))
+    whose = owner.tenant_id, owner.user_id
+    user_limits.check_room(session, *whose, descriptor, facts.user_limits)
     if any(task.publish for task in descriptor.tasks):
         datablocks.check_room(session, owner.tenant_id, 0)
     request = _request(owner, descriptor, body, facts.now)

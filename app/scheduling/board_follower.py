@@ -47,7 +47,7 @@ from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.idle_credit import CarriedLevels, recall
 from app.db import lines
-from app.db.models import Account, Device, Host, Need, User, Xid8
+from app.db.models import Account, Device, Host, Need, Tenant, User, Xid8
 from app.db.models import Line as LineRow
 from app.db.models import Task as TaskRow
 from app.db.transactions import AnyRow, AnySelect
@@ -240,7 +240,7 @@ class Follower:
         elif news.due:
             self._take_in(session, board, self._due(now_s))
             self._take_in(session, board, self._members())
-        if news.users:
+        if news.users or news.tenants:
             self._users(session, board)
         self.behind = len(changed) == AT_ONCE
         if self.behind:
@@ -345,7 +345,9 @@ class Follower:
         the tasks it would count twice what has been booked since.
         """
         since = _xid(self.since)
-        moved = select(User.id).where(User.txid >= since)
+        # the limits of a user may be those that its tenant gives its users
+        moved = select(User.id).join(Tenant, Tenant.id == User.tenant_id)
+        moved = moved.where(or_(User.txid >= since, Tenant.txid >= since))
         booked = select(Account.user_id).where(Account.txid >= since)
         for user in snapshot_reader.users(session, User.id.in_(moved.union(booked))).values():
             board.set_user(user)

@@ -40,6 +40,7 @@ from app.db.models import Task as TaskRow
 from app.db.models import Tenant as TenantRow
 from app.db.models import User as UserRow
 from app.db.transactions import AnyRow, AnySelect
+from app.db.user_limits import bound_of
 from app.scheduling import gang_tickets, guest_placements, ledger
 from app.settings import settings
 
@@ -89,7 +90,9 @@ def policy(base: LedgerBase) -> Policy:
 
 def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, BoardUser]:
     whose = (UserRow.id, UserRow.tenant_id, UserRow.weight_milli, UserRow.carried)
-    query = select(*whose, Account.faded)
+    bounds = (UserRow.limit, UserRow.max_running, TenantRow.user_defaults)
+    query = select(*whose, *bounds, Account.faded)
+    query = query.join(TenantRow, TenantRow.id == UserRow.tenant_id)
     query = query.outerjoin(Account, Account.user_id == UserRow.id)
     rows = session.execute(query if where is None else query.where(where))
     return {
@@ -99,6 +102,8 @@ def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[st
             weight=row.weight_milli,
             faded_us=int(row.faded or 0),
             carried_us=int(row.carried),
+            limit=bound_of(row, "limit") or {},
+            most_running=bound_of(row, "max_running"),
         )
         for row in rows
     }

@@ -31,6 +31,7 @@ from app.api.schemas.people import (
     TenantIn,
     TenantOut,
     TenantPatch,
+    UserDefaults,
     UserIn,
     UserOut,
     UserPatch,
@@ -44,6 +45,7 @@ from app.db import tenant_tree, transactions
 from app.db.ids import new_id
 from app.db.models import ApiKey, Island, Request, Secret, Tenant, User, Webhook
 from app.db.transactions import Db, after_commit
+from app.db.user_limits import LIMITS
 from app.errors import BadInput, Conflict, Forbidden, NotFound
 from app.messaging import outbox
 from app.scheduling import ledger
@@ -84,6 +86,7 @@ def create_tenant(
         idle_pause_s=body.idle_pause_s,
         session_end_s=body.session_end_s,
         network=_network(session, caller, body.network),
+        user_defaults=_defaults(body.user_defaults),
         tier=body.tier,
     )
     _check_quota(tenant, "guarantee")
@@ -148,6 +151,8 @@ def change_tenant(
     _take_over(tenant, body)
     if body.network is not None:
         tenant.network = _network(session, caller, body.network)
+    if body.user_defaults is not None:
+        tenant.user_defaults = _defaults(body.user_defaults)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
     _flush(session, f"its parent already has a child tenant named {tenant.name!r}")
@@ -162,6 +167,25 @@ def _reweigh(session: Session, row: Tenant | User, body: TenantPatch | UserPatch
     if body.weight is not None or body.for_past_usage:
         weight_milli = row.weight_milli if body.weight is None else round(body.weight * 1000)
         ledger.reweigh(session, row, weight_milli, past=body.for_past_usage)
+
+
+def _defaults(given: UserDefaults) -> dict[str, Any]:
+    """Return the limits that are set; raises BadInput."""
+    _check_kinds("/user_defaults/limit", given.limit or {})
+    return given.model_dump(exclude_none=True)
+
+
+def _check_kinds(pointer: str, limit: dict[str, int]) -> None:
+    faults = tuple(_bad_limit(pointer, limit))
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
+
+
+def _bad_limit(pointer: str, limit: dict[str, int]) -> Iterator[Fault]:
+    for kind in limit:
+        if not re.fullmatch(KIND, kind) and kind != tenant_tree.ALL:
+            told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
+            yield Fault(f"{pointer}/{escaped(kind)}", told, "kind")
 
 
 def _take_over(tenant: Tenant, body: TenantPatch) -> None:
@@ -310,14 +334,11 @@ def _check_quota(tenant: Tenant, changed: str) -> None:
 
 def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
     """Yield faults for names that are not valid device kinds; the devices need not exist."""
-    for name, given in (("guarantee", tenant.guarantee), ("limit", tenant.limit)):
-        for kind in given:
-            if re.fullmatch(KIND, kind) or (name, kind) == ("limit", tenant_tree.ALL):
-                continue
-            told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
-            if kind == tenant_tree.ALL:
-                told = "must name one device kind; only a limit may be for all kinds (`*`)"
-            yield Fault(f"/{name}/{escaped(kind)}", told, "kind")
+    if tenant_tree.ALL in tenant.guarantee:
+        told = "must name one device kind; only a limit may be for all kinds (`*`)"
+        yield Fault(f"/guarantee/{tenant_tree.ALL}", told, "kind")
+    yield from _bad_limit("/guarantee", tenant.guarantee)
+    yield from _bad_limit("/limit", tenant.limit)
 
 
 def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
@@ -408,6 +429,7 @@ def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db)
         weight_milli=weight_milli,
         service=body.service,
     )
+    _limit_user(user, body)
     _add(session, user, f"the tenant already has a user named {body.name!r}")
     response.headers["Location"] = f"/v1/users/{user.id}"
     return _user_out(session, response, user)
@@ -447,7 +469,7 @@ def get_user(id: str, response: Response, caller: Authed, session: Db) -> dict[s
 @users.patch(
     "/users/{id}",
     response_model=UserOut,
-    summary="Change a user's name or weight",
+    summary="Change a user's name, weight or limits",
     responses=declared(403, 404, 409, 412, 428),
 )
 def change_user(
@@ -469,6 +491,7 @@ def change_user(
         user.name = body.name
         _flush(session, f"the tenant already has a user named {body.name!r}")
     _reweigh(session, user, body)
+    _limit_user(user, body)
     user.version += 1
     session.flush()
     _tell_islands(session)
@@ -487,6 +510,13 @@ def get_me(caller: Authed) -> dict[str, Any]:
         "scopes": caller.scopes and list(caller.scopes),
         "key_id": caller.key_id,
     }
+
+
+def _limit_user(user: User, body: UserIn | UserPatch) -> None:
+    """Copy the given limits; null removes one."""
+    _check_kinds("/limit", body.limit or {})
+    for name in {*LIMITS} & body.model_fields_set:
+        setattr(user, name, getattr(body, name))
 
 
 def _user_out(session: Session, response: Response, user: User) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from app.api.schemas.base import (
     example_of,
 )
 from app.api.times import Time
+from app.core.model.descriptor import MAX_DURATION_S
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.session import LEAST_PAUSE_S
 
@@ -61,7 +62,26 @@ _NETWORK = (
 )
 Network = Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=MAX_DESTINATIONS)]
 IdlePause = Annotated[int, Field(ge=LEAST_PAUSE_S, le=30 * 86400)]
+_USER_DEFAULTS = "Limits of each user of this tenant that has no own ones; left out: no limit."
+_USER_LIMIT = "Maximum number of devices of the user by kind; `*`: all kinds together."
+_USER_RUNNING = "Maximum number of the user's tasks that hold devices at once."
+_USER_QUEUED = "Maximum number of the user's queued tasks; further submissions are rejected."
+_USER_SESSIONS = "Maximum number of the user's sessions that have not ended."
+_USER_DURATION = "Maximum of `max_duration_s` of the user's tasks, and the default if it is less."
+_ELSE = " Null: as the tenant's `user_defaults` say, or no limit."
+Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False, strict=False)]
 _TIER = "The highest tier for requests of this tenant and its child tenants."
+
+
+class UserDefaults(In):
+    """Limits for each user of a tenant; a limit that is left out or null is none."""
+
+    model_config = example(limit={"cuda": 2}, max_running=8, max_queued=1000)
+    limit: DeviceLimit | None = Field(None, description=_USER_LIMIT)
+    max_running: Count | None = Field(None, description=_USER_RUNNING)
+    max_queued: Count | None = Field(None, description=_USER_QUEUED)
+    max_sessions: Count | None = Field(None, description=_USER_SESSIONS)
+    max_duration_s: Seconds | None = Field(None, description=_USER_DURATION)
 
 
 class TenantIn(In):
@@ -89,13 +109,14 @@ class TenantIn(In):
     idle_pause_s: IdlePause | None = Field(None, description=_IDLE)
     session_end_s: IdlePause | None = Field(None, description=_SESSION)
     network: Network | None = Field(None, description=_NETWORK)
+    user_defaults: UserDefaults = Field(UserDefaults(), description=_USER_DEFAULTS)
     tier: Tier = Field("standard", description=_TIER)
 
 
 class TenantPatch(In):
-    """A change of a tenant; fields that are left out stay unchanged.  `guarantee`, `limit`
-    and `network` are replaced as a whole; null removes `max_running`, `max_queued`, `idle_pause_s`,
-    `session_end_s` and `network`.
+    """A change of a tenant; fields that are left out stay unchanged.  `guarantee`, `limit`,
+    `network` and `user_defaults` are replaced as a whole; null removes `max_running`, `max_queued`,
+    `idle_pause_s`, `session_end_s` and `network`.
     """
 
     model_config = example(weight=3.0, limit={"cuda": 6}, max_queued=None)
@@ -110,6 +131,7 @@ class TenantPatch(In):
     idle_pause_s: IdlePause | None = Field(None, description=_IDLE)
     session_end_s: IdlePause | None = Field(None, description=_SESSION)
     network: Network | None = Field(None, description=_NETWORK)
+    user_defaults: UserDefaults | None = Field(None, description=_USER_DEFAULTS)
     tier: Tier | None = Field(None, description=_TIER)
 
 
@@ -126,6 +148,7 @@ class TenantOut(Out):
         idle_pause_s=1800,
         session_end_s=86400,
         network=["huggingface.co:443", "*.pypi.org:443"],
+        user_defaults={"max_running": 8},
         tier="standard",
         version=1,
         created_at=EXAMPLE_AT,
@@ -141,6 +164,7 @@ class TenantOut(Out):
     idle_pause_s: int | None = Field(description=_IDLE)
     session_end_s: int | None = Field(description=_SESSION)
     network: list[str] | None = Field(description=_NETWORK)
+    user_defaults: UserDefaults = Field(description=_USER_DEFAULTS)
     tier: Tier = Field(description=_TIER)
     version: int
     created_at: datetime
@@ -158,15 +182,25 @@ class UserIn(In):
     weight: Weight = Field(1.0, description=_USER_WEIGHT)
     tenant_id: str | None = Field(None, description="Default: the caller's tenant.")
     service: bool = Field(False, description=_SERVICE)
+    limit: DeviceLimit | None = Field(None, description=_USER_LIMIT + _ELSE)
+    max_running: Count | None = Field(None, description=_USER_RUNNING + _ELSE)
+    max_queued: Count | None = Field(None, description=_USER_QUEUED + _ELSE)
+    max_sessions: Count | None = Field(None, description=_USER_SESSIONS + _ELSE)
+    max_duration_s: Seconds | None = Field(None, description=_USER_DURATION + _ELSE)
 
 
 class UserPatch(In):
-    """A change of a user; fields that are left out stay unchanged."""
+    """A change of a user; fields that are left out stay unchanged, and null removes a limit."""
 
-    model_config = example(weight=2.0)
+    model_config = example(weight=2.0, limit={"cuda": 2}, max_running=None)
     name: Name | None = None
     weight: Weight | None = Field(None, description=_USER_WEIGHT)
     for_past_usage: bool = Field(False, description=_PAST)
+    limit: DeviceLimit | None = Field(None, description=_USER_LIMIT + _ELSE)
+    max_running: Count | None = Field(None, description=_USER_RUNNING + _ELSE)
+    max_queued: Count | None = Field(None, description=_USER_QUEUED + _ELSE)
+    max_sessions: Count | None = Field(None, description=_USER_SESSIONS + _ELSE)
+    max_duration_s: Seconds | None = Field(None, description=_USER_DURATION + _ELSE)
 
 
 class UserOut(Out):
@@ -176,6 +210,11 @@ class UserOut(Out):
         name="ada",
         weight=1.0,
         service=False,
+        limit={"cuda": 2},
+        max_running=None,
+        max_queued=None,
+        max_sessions=None,
+        max_duration_s=None,
         version=1,
         created_at=EXAMPLE_AT,
     )
@@ -184,6 +223,11 @@ class UserOut(Out):
     name: str
     weight: float = Field(description=_USER_WEIGHT)
     service: bool = Field(description=_SERVICE)
+    limit: dict[str, int] | None = Field(description=_USER_LIMIT + _ELSE)
+    max_running: int | None = Field(description=_USER_RUNNING + _ELSE)
+    max_queued: int | None = Field(description=_USER_QUEUED + _ELSE)
+    max_sessions: int | None = Field(description=_USER_SESSIONS + _ELSE)
+    max_duration_s: float | None = Field(description=_USER_DURATION + _ELSE)
     version: int
     created_at: datetime
 

@@ -12,6 +12,7 @@ from app.cli.client import JSON, Client
 from app.cli.names import find_named
 from app.cli.root_command import ADMIN, NOT_FOUND, Format, Verbs, app
 from app.cli.tables import Output, show, table
+from app.core.units import parse_seconds
 
 Weight = Annotated[
     float | None,
@@ -22,6 +23,12 @@ ForPast = Annotated[
 ]
 _Kinds = list[str] | None
 _A_BOUND = "a number, or none"
+_LIMIT = "maximum of devices: KIND=DEVICES or KIND=none; * means all kinds together"
+_Limit = Annotated[_Kinds, typer.Option("--limit", help=_LIMIT)]
+_MaxRunning = Annotated[str, typer.Option(help=f"most running tasks: {_A_BOUND}")]
+_MaxQueued = Annotated[str, typer.Option(help=f"most queued tasks: {_A_BOUND}")]
+_MaxSessions = Annotated[str, typer.Option(help=f"most sessions that have not ended: {_A_BOUND}")]
+_MaxDuration = Annotated[str, typer.Option(help="longest time on devices, such as 4h; or none")]
 
 
 @app.command(rich_help_panel=ADMIN)
@@ -46,16 +53,18 @@ def tenant(
             "--guarantee", help="guaranteed devices: KIND=DEVICES or KIND=none; repeatable"
         ),
     ] = None,
-    limit: Annotated[
+    limit: _Limit = None,
+    tier: Annotated[str, typer.Option(help="highest tier for its requests")] = "",
+    max_running: _MaxRunning = "",
+    max_queued: _MaxQueued = "",
+    each_user: Annotated[
         _Kinds,
         typer.Option(
-            "--limit",
-            help="maximum of devices: KIND=DEVICES or KIND=none; * means all kinds together",
+            "--each-user",
+            help="a limit of each user without an own one, such as max_running=8, limit.cuda=2 or "
+            "max_queued=none; repeatable",
         ),
     ] = None,
-    tier: Annotated[str, typer.Option(help="highest tier for its requests")] = "",
-    max_running: Annotated[str, typer.Option(help=f"most running tasks: {_A_BOUND}")] = "",
-    max_queued: Annotated[str, typer.Option(help=f"most queued tasks: {_A_BOUND}")] = "",
     idle_pause: Annotated[
         str, typer.Option(help="seconds after which a task that computes nothing is paused; none")
     ] = "",
@@ -90,6 +99,8 @@ def tenant(
                 changed[name] = _number_or_none(name, bound)
         if network:
             changed["network"] = _network_policy(network)
+        if each_user:
+            changed["user_defaults"] = _user_defaults(found.get("user_defaults") or {}, each_user)
         if new:
             above = {"parent_id": find_named(client, "tenant", under)["id"]} if under else {}
             found = client.post("/v1/tenants", {"name": which, **above, **changed})
@@ -117,6 +128,11 @@ def user(
     ] = "",
     weight: Weight = None,
     for_past_usage: ForPast = False,
+    limit: _Limit = None,
+    max_running: _MaxRunning = "",
+    max_queued: _MaxQueued = "",
+    max_sessions: _MaxSessions = "",
+    max_duration: _MaxDuration = "",
     output: Format = Output.table,
 ) -> None:
     """Show a user of your tenant, and change it by the given options; or create one.
@@ -125,13 +141,20 @@ def user(
     """
     if tenant and not new:
         raise typer.BadParameter("--tenant needs --new: an existing user cannot change tenants")
-    given = {} if weight is None else {"weight": weight}
+    given: JSON = {} if weight is None else {"weight": weight}
+    bounds = {"max_running": max_running, "max_queued": max_queued, "max_sessions": max_sessions}
+    given |= {name: _number_or_none(name, bound) for name, bound in bounds.items() if bound}
+    if max_duration:
+        given["max_duration_s"] = _seconds_or_none("--max-duration", max_duration)
     with root_command.connect(ctx) as client:
+        found = {} if new else find_named(client, "user", which)
+        if limit:
+            given["limit"] = _changed_kinds(found.get("limit") or {}, limit) or None
         if new:
             found = _new_user(client, {"name": which, **given}, tenant)
         else:
             given |= {"for_past_usage": True} if for_past_usage else {}
-            found = _changed(client, "user", find_named(client, "user", which), given)
+            found = _changed(client, "user", found, given)
     show(found, output, lambda: wording.user(found))
 
 
@@ -400,6 +423,32 @@ def _changed_kinds(now: JSON, given: list[str]) -> JSON:
             raise typer.BadParameter(f"must be KIND=DEVICES, such as cuda=4; got {text!r}")
         kinds[kind] = _number_or_none(kind, devices)
     return {kind: devices for kind, devices in kinds.items() if devices is not None}
+
+
+def _user_defaults(now: JSON, given: list[str]) -> JSON:
+    """Return limits of each user with each NAME=VALUE set; a VALUE `none` removes one."""
+    limits = {name: value for name, value in now.items() if value is not None}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"must be NAME=VALUE, such as max_running=8; got {text!r}")
+        if name.startswith("limit."):
+            kind = name.removeprefix("limit.")
+            limits["limit"] = _changed_kinds(limits.get("limit", {}), [f"{kind}={value}"]) or None
+        elif name == "max_duration_s":
+            limits[name] = _seconds_or_none(name, value)
+        else:
+            limits[name] = _number_or_none(name, value)
+    return {name: value for name, value in limits.items() if value is not None}
+
+
+def _seconds_or_none(name: str, text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        return float(text) if text.replace(".", "", 1).isdecimal() else parse_seconds(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{name} must be {error}, or none; got {text!r}") from error
 
 
 def _number_or_none(name: str, text: str) -> int | None:

@@ -44,6 +44,8 @@ CODES = {
     "NO_DEVICE_UP": "ask_admin",
     "DEVICE_DRAINED": "ask_admin",
     "TOO_FEW_DEVICES": "ask_admin",
+    "USER_LIMIT": "ask_admin",
+    "USER_RUNNING_LIMIT": "ask_admin",
     "TENANT_LIMIT": "ask_admin",
     "TENANT_RUNNING_LIMIT": "ask_admin",
     "FROZEN_ON_DEVICE": "wait",
@@ -80,6 +82,8 @@ ACTIONS = {
     "uncordon": "a device of kind `of` takes work again",
     "open_devices": "`value` more devices of kind `of` take work",
     "set_devices_min": "the request asks for `value` devices at least",
+    "raise_user_limit": "the user's limit for kind `of` becomes `value`",
+    "raise_user_max_running": "the user's max_running becomes `value`",
     "raise_limit": "the tenant's limit for kind `of` becomes `value`",
     "raise_limit_above": "that of a tenant above it rises by `value`",
     "raise_max_running": "the tenant's max_running becomes `value`",
@@ -113,12 +117,15 @@ CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
     "NO_DEVICE_UP",
     "DEVICE_DRAINED",
     "TOO_FEW_DEVICES",
+    "USER_LIMIT",
+    "USER_RUNNING_LIMIT",
     "TENANT_LIMIT",
     "TENANT_RUNNING_LIMIT",
 }
 
 PRIORITY_MAX = 100
 TOLD_MOST = 300  # most characters of the installer's message
+OF_USER = -1  # `Shut.above` of the user's own limits
 UNFIT_TOLD = 3  # most faulty devices named in a reason
 AVOIDED_TOLD = 3  # most avoided devices named in a reason
 STOPPING_TOLD = 3  # most stopping devices named in a reason
@@ -136,11 +143,12 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shut:
-    """Describes a tenant at its limit."""
+    """Describes a user or tenant at its limit."""
 
-    above: int  # 0 for the task's own tenant, 1 for the tenant above, and so on
+    # OF_USER for the user, 0 for the task's own tenant, 1 for the tenant above, and so on
+    above: int
     kind: str  # kind of device; "*" for devices of all kinds together, "" for running tasks
-    held: int  # number that the tenant holds
+    held: int  # number that the user or tenant holds
     limit: int  # number that it may hold
 
 
@@ -604,6 +612,13 @@ def _limits(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 def _limit(task: BoardTask, shut: Shut) -> Reason:
     of = "devices" if shut.kind == "*" else f"{shut.kind} devices"
     needed = shut.held + task.width
+    if shut.above == OF_USER:
+        told = f"You use {shut.held} of your limit of {shut.limit} {of}."
+        if task.width > shut.limit:
+            told = f"Needs {task.width} {of}; your own limit is {shut.limit}."
+        change = Change(action="raise_user_limit", value=needed, of=shut.kind)
+        until = f"one of your tasks ends, or your limit is raised to {needed}"
+        return _reason("USER_LIMIT", told, until, change)
     if shut.above:
         told = f"A tenant above yours is at its limit of {of}."
         change = Change(action="raise_limit_above", value=needed - shut.limit, of=shut.kind)
@@ -620,6 +635,11 @@ def _limit(task: BoardTask, shut: Shut) -> Reason:
 
 def _running(shut: Shut) -> Reason:
     more = shut.held + 1
+    if shut.above == OF_USER:
+        told = f"You run {shut.held} of at most {counted(shut.limit, 'task')}."
+        change = Change(action="raise_user_max_running", value=more)
+        until = f"one of your tasks ends, or your max_running is raised to {more}"
+        return _reason("USER_RUNNING_LIMIT", told, until, change)
     if shut.above:
         told = "A tenant above yours is at its limit of running tasks."
         change = Change(action="raise_max_running_above", value=more - shut.limit)

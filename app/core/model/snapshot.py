@@ -92,7 +92,7 @@ class BoardTenant:
 class BoardUser:
     """Describes a user, with its decayed usage `faded_us` (`core.fairness.usage_decay`, rule F2).
 
-    `carried_us` is as in `BoardTenant`.
+    `carried_us` is as in `BoardTenant`, and so are the limits: they hold for the user alone.
     """
 
     id: str
@@ -100,6 +100,8 @@ class BoardUser:
     faded_us: int = 0
     weight: int = 1000
     carried_us: int = 0
+    limit: Mapping[str, int] = field(default_factory=dict)
+    most_running: int | None = None
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "weight", self.weight)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from app.core.explanation import waiting_reasons
 from app.core.explanation.waiting_reasons import (
+    OF_USER,
     Ahead,
     Blockers,
     InstallingHost,
@@ -228,7 +229,7 @@ def _gangs(board: Board, kind: str) -> bool:
 
 def _shut(board: Board, task: BoardTask) -> Iterator[Shut]:
     """Yield each limit above the task that it would exceed (rule F4)."""
-    for up, branch in enumerate(above(board.leaf(task).parent or board.tree.root)):
+    for up, branch in enumerate(above(board.leaf(task)), start=OF_USER):
         for kind in (task.kind, ALL):
             limit = branch.limit.get(kind)
             if limit is not None and branch.held[kind] + task.width > limit:

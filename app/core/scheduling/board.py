@@ -270,6 +270,11 @@ class Board:
         self.users[user.id] = user
         path = (*self.path_of(user.tenant), user.id)
         leaf = self.tree.branches.get(path) or self.tree.add(path, weight=user.weight)
+        if (leaf.limit, leaf.most_running) != (user.limit, user.most_running):
+            leaf.limit, leaf.most_running = user.limit, user.most_running
+            self.tree.refresh(leaf)
+            if leaf.exceeds:
+                self.over[leaf] = None
         if (leaf.weight, leaf.carried) != (user.weight, user.carried_us * MILLI):
             self._weigh(leaf, user, (user.tenant, user.id))
         if old is None or old.faded_us != user.faded_us:

@@ -450,7 +450,7 @@ def _land(draft: _DraftPlan) -> None:
 
 
 def _take_back(draft: _DraftPlan) -> None:
-    because = "Preempted: a limit of its tenant was lowered. Resumes when the limit has room."
+    because = "Preempted: a limit of its user or tenant was lowered. Resumes when it has room."
     while (stay := over_limit.next_to_pause(draft.board)) is not None:
         draft.move(stay.task, Move.Pause, "F4", because, devices=stay.devices)
 

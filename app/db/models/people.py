@@ -48,6 +48,8 @@ class Tenant(Base):
     session_end_s: Mapped[int | None]
     # destinations that tasks may reach (`provisions.network_policy`); null: no policy of its own
     network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    # limits of its users without their own, as in `User`: only those that are set
+    user_defaults: Mapped[dict[str, Any]] = json_column()
     # best tier that requests may ask for
     tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")
@@ -84,12 +86,22 @@ class User(Base):
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
     carried: Mapped[int] = mapped_column(Numeric(1000, 0), default=0, server_default="0")
     service: Mapped[bool] = mapped_column(server_default=text("false"))
+    # Limits of the user alone, as for a tenant; null: what the tenant's `user_defaults` say.
+    limit: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    max_running: Mapped[int | None]
+    max_queued: Mapped[int | None]
+    max_sessions: Mapped[int | None]  # most sessions that have not ended
+    max_duration_s: Mapped[float | None]  # longest `max_duration_s` of a task
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)
     __table_args__ = (
         UniqueConstraint("tenant_id", "name"),
         CheckConstraint("weight_milli > 0", name="weight_milli"),
+        CheckConstraint("max_running >= 0", name="max_running"),
+        CheckConstraint("max_queued >= 0", name="max_queued"),
+        CheckConstraint("max_sessions >= 0", name="max_sessions"),
+        CheckConstraint("max_duration_s > 0", name="max_duration_s"),
     )
 
 

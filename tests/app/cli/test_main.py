@@ -1119,9 +1119,35 @@ class TestTenants:
         for said in ("gamma", "cpu=1", "*=8, cuda=4", "standard"):
             assert said in shown
 
+    def test_limits_of_users_are_set_and_removed(self, run):
+        def shown(*words):
+            result = run("--as", "platform", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        words = ("--each-user", "max_running=8", "--each-user", "limit.cuda=2")
+        more = ("--each-user", "max_duration_s=4h")
+        defaults = shown("tenant", "gamma", *words, *more)["user_defaults"]
+        assert {name: most for name, most in defaults.items() if most is not None} == {
+            "max_running": 8,
+            "limit": {"cuda": 2},
+            "max_duration_s": 14400.0,
+        }
+        assert "running 8" in run("--as", "platform", "tenant", "gamma").stdout
+        words = [("--each-user", f"{name}=none") for name in defaults if name != "limit"]
+        gone = shown("tenant", "gamma", *sum(words, ()), "--each-user", "limit.cuda=none")
+        assert {*gone["user_defaults"].values()} == {None}
+        user = ("user", "hopper", "--new", "--tenant", "gamma", "--limit", "*=3")
+        assert shown(*user, "--max-sessions", "1")["limit"] == {"*": 3}
+        again = shown("user", "hopper", "--limit", "*=none", "--max-duration", "90m")
+        assert (again["limit"], again["max_sessions"], again["max_duration_s"]) == (None, 1, 5400)
+        assert "sessions 1; duration 1h 30m" in run("--as", "platform", "user", "hopper").stdout
+
     @pytest.mark.parametrize(
         ("words", "code_", "said"),
         [
+            (("tenant", "alpha", "--each-user", "max_running"), 2, "NAME=VALUE"),
+            (("tenant", "alpha", "--each-user", "max_tasks=3"), 2, "max_tasks"),
             (("tenant", "nobody"), 5, "no visible tenant has the name or id 'nobody'"),
             (("tenant", "alpha", "--limit", "8"), 2, "KIND=DEVICES"),
             (("tenant", "alpha", "--max-running", "many"), 2, "a number, or none"),

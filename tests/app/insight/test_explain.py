@@ -19,7 +19,7 @@ from app.core.model.device_choice import with_packages
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions
-from app.db.models import Account, Island, Need, Placement, Task
+from app.db.models import Account, Island, Need, Placement, Task, User
 from app.insight import explain, forecast
 from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
@@ -258,6 +258,27 @@ class Scene:
             self.a.limit = {change["of"]: change["value"]}
 
         return self.scenery.task(self.a), do
+
+    def user_limit(self):
+        self.scenery.device("d1")
+        self.held(self.a)
+        task = self.scenery.task(self.a)
+        user = self.session.get_one(User, task.user_id)
+        user.limit = {"cpu": 1}
+
+        def do(change):
+            assert change == {"action": "raise_user_limit", "value": 2, "of": "cpu"}
+            user.limit = {change["of"]: change["value"]}
+
+        return task, do
+
+    def user_running_limit(self):
+        self.scenery.device("d1")
+        self.held(self.a)
+        self.a.user_defaults = {"max_running": 1}
+        task = self.scenery.task(self.a)
+        user = self.session.get_one(User, task.user_id)
+        return task, lambda change: setattr(user, "max_running", change["value"])
 
     def tenant_running_limit(self):
         self.scenery.device("d1")

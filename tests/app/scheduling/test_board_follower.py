@@ -340,6 +340,20 @@ class TestCommitted:
             add(session, "new", "a1")
         assert self.look(world) == {"tsk_new"}
 
+    def test_limits_of_a_user_and_those_that_its_tenant_gives_are_seen(self, world):
+        def limits():
+            self.look(world)
+            user = world.board.users["a1"]
+            return user.limit, user.most_running
+
+        assert limits() == ({}, None)
+        with transactions.transaction() as session:
+            session.get_one(Tenant, "ten_a").user_defaults = {"max_running": 3}
+        assert limits() == ({}, 3)
+        with transactions.transaction() as session:
+            session.get_one(User, "a1").limit = {"cpu": 2}
+        assert limits() == ({"cpu": 2}, 3)
+
     def test_change_committed_after_a_later_one_is_not_missed(self, world):
         self.look(world)
         with transactions.transaction() as slow:
@@ -416,6 +430,9 @@ def _disturb(session, dice):
             task.priority = dice.randrange(3)
     device = session.get_one(Device, f"h.{dice.randrange(3)}")
     device.cordoned = dice.random() < 0.2
+    if dice.random() < 0.2:
+        defaults = [{}, {"max_running": 1}, {"limit": {"cpu": 1}}]
+        session.get_one(Tenant, "ten_a").user_defaults = dice.choice(defaults)
     journal.settle(session)
 
 

@@ -673,9 +673,9 @@ def _over(leaf: Branch, lane: Lane) -> int:
     return over
 
 
-def above(leaf: Branch) -> Iterator[Branch]:
+def above(leaf: Branch | None) -> Iterator[Branch]:
     """Yield the branches from a leaf up to the root, both included."""
-    branch: Branch | None = leaf
+    branch = leaf
     while branch is not None:
         yield branch
         branch = branch.parent

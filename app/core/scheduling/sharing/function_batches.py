@@ -22,7 +22,6 @@ from app.core.model.device_choice import choice_in
 from app.core.model.shared_process import HOST_KIND
 from app.core.model.snapshot import BoardTask
 from app.core.scheduling.board import Board
-from app.core.scheduling.reclaim.preemption import above
 from app.core.scheduling.sharing import time_sharing
 from app.core.scheduling.stays import BoardStay
 
@@ -43,7 +42,7 @@ def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
         return False
     if not IN_BATCHES.issuperset(_needs(task)):
         return False
-    return all(time_sharing.is_plain(branch) for branch in above(board.leaf(task)))
+    return time_sharing.are_plain(board.leaf(task))
 
 
 def _needs(task: BoardTask) -> tuple[str, ...]:
@@ -66,7 +65,7 @@ def next_functions(board: Board) -> Iterator[tuple[BoardStay, BoardTask]]:
         leaders = [stay for stay in leaders if place < _size(board, stay.task)]
         for leader in list(leaders):
             found = board.tree.first_below(leader.leaf, both_of(leader.lane))
-            if found is None or board.short:
+            if found is None or board.short or not leader.leaf.room(leader.lane):
                 leaders.remove(leader)
                 continue
             task = found[2]

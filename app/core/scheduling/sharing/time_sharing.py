@@ -64,12 +64,17 @@ def may(board: Board, task: BoardTask) -> bool:
         return False
     if board.policy.tier_share.get(task.tier) and task.tier in board.urgency.honoured(task.kind):
         return False
-    return all(is_plain(branch) for branch in above(board.leaf(task)))
+    leaf = board.leaf(task)
+    return are_plain(leaf) and (task.id in board.stays or leaf.room(board.lane_in_line(task)))
 
 
-def is_plain(branch: Branch) -> bool:
-    """True if no guarantee and no limit applies to the branch."""
-    return not branch.guarantee and not branch.limit and branch.most_running is None
+def are_plain(leaf: Branch) -> bool:
+    """True if no guarantee and no limit applies to the branches above a user.
+
+    The user's own limits do not matter: each task that shares a device counts as one on a device
+    of its own.
+    """
+    return not any(b.guarantee or b.limit or b.most_running is not None for b in above(leaf.parent))
 
 
 def _runs(task: BoardTask) -> bool:

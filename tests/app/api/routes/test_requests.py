@@ -26,6 +26,7 @@ from app.db.models import (
     RequestEvent,
     Task,
     Tenant,
+    User,
 )
 from app.db.transactions import transaction
 from app.errors import QueueFull
@@ -187,6 +188,66 @@ def test_launcher_on_one_device_is_noted_with_the_ranks_to_ask_for(red):
     assert answer.status_code == 200, answer.text
     [note] = answer.json()["notes"]
     assert "--ranks 2 -- python train.py" in note
+
+
+class TestLimitsOfUser:
+    @pytest.fixture
+    def bound(self, session):
+        """Give the member of red these limits, or all users of red."""
+
+        def give(*, by_tenant=False, **limits):
+            if by_tenant:
+                session.get_one(Tenant, "ten_red").user_defaults = limits
+            else:
+                user = session.get_one(User, "usr_red.member")
+                for name, most in limits.items():
+                    setattr(user, name, most)
+            session.flush()
+
+        return give
+
+    @pytest.mark.parametrize("by_tenant", [False, True])
+    @pytest.mark.parametrize("kind", ["cpu", "*"])
+    def test_gang_above_the_limit_is_refused_with_the_limit(self, red, bound, kind, by_tenant):
+        bound(limit={kind: 1}, by_tenant=by_tenant)
+        wide = {"name": "a", "run": {"job": "train:Train"}, "world_size": 2, "devices": {"min": 2}}
+        answer = red.post("/v1/requests", json=descriptor(tasks=[wide]))
+        found = problem(answer, 422, "validation-error", "/tasks/0/devices/min")
+        assert "your own limit is 1" in found["detail"]
+        assert red.post("/v1/requests", json=descriptor()).status_code == 202
+
+    def test_own_limit_goes_before_that_of_the_tenant(self, red, bound):
+        bound(max_queued=0, by_tenant=True)
+        problem(red.post("/v1/requests", json=descriptor()), 409, "queue-full")
+        bound(max_queued=1)
+        assert red.post("/v1/requests", json=descriptor()).status_code == 202
+        found = problem(red.post("/v1/requests", json=descriptor()), 409, "queue-full")
+        assert "you have 1 queued tasks of at most 1; this request has 1" in found["detail"]
+
+    def test_queue_of_a_user_does_not_count_that_of_others(self, red, as_, bound):
+        bound(max_queued=1)
+        assert as_("red.other").post("/v1/requests", json=descriptor()).status_code == 202
+        assert red.post("/v1/requests", json=descriptor()).status_code == 202
+
+    def test_longer_task_is_refused_and_the_default_is_the_longest(self, red, bound, session):
+        bound(max_duration_s=3600.0)
+        task = {"name": "a", "run": {"job": "train:Train"}, "max_duration_s": 7200}
+        answer = red.post("/v1/requests", json=descriptor(tasks=[task]))
+        problem(answer, 422, "validation-error", "/tasks/0/max_duration_s")
+        made = red.post("/v1/requests", json=descriptor())
+        assert made.status_code == 202
+        rows = session.scalars(select(Task).where(Task.request_id == made.json()["id"])).all()
+        assert {task.spec.max_duration_s for task in rows} == {3600.0}
+
+    def test_session_beyond_the_limit_is_refused_until_one_has_ended(self, red, bound, session):
+        session.execute(update(Device).values(facts={"offers": ["session"]}))
+        bound(max_sessions=1)
+        shell = {"tasks": [{"name": "a", "run": {"command": ["bash"]}, "session": {"idle_s": 60}}]}
+        assert red.post("/v1/requests", json=shell).status_code == 202
+        found = problem(red.post("/v1/requests", json=shell), 409, "quota-exceeded")
+        assert "you have 1 sessions of at most 1" in found["detail"]
+        session.execute(update(Task).values(state="done"))
+        assert red.post("/v1/requests", json=shell).status_code == 202
 
 
 class TestMaxQueued:

@@ -12,6 +12,7 @@ from sqlalchemy import func, select
 from app.db import tenant_tree
 from app.db.models import Account, ApiKey, Lift, Tenant, User
 from app.db.transactions import transaction
+from app.scheduling import snapshot_reader
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 from tests.scenery import until_somebody_waits_for
 
@@ -472,6 +473,51 @@ class TestUsers:
             answer = admin.patch(url, json=body, headers={"If-Match": match})
             problem(answer, status, type_)
         assert rows() == before
+
+    LIMITS = {
+        "limit": {"cuda": 2, "*": 3},
+        "max_running": 4,
+        "max_queued": 5,
+        "max_sessions": 6,
+        "max_duration_s": 7.5,
+    }
+
+    def test_limits_are_set_changed_one_by_one_and_removed_by_null(self, as_):
+        admin = as_("red.tenant_admin")
+        made = admin.post("/v1/users", json={"name": "ada", **self.LIMITS})
+        assert {name: made.json()[name] for name in self.LIMITS} == self.LIMITS
+        url, headers = made.headers["location"], {"If-Match": "*"}
+        body = {"limit": None, "max_running": 9}
+        changed = admin.patch(url, json=body, headers=headers).json()
+        assert {name: changed[name] for name in self.LIMITS} == {**self.LIMITS, **body}
+        plain = admin.post("/v1/users", json={"name": "bob"}).json()
+        assert {plain[name] for name in self.LIMITS} == {None}
+
+    @pytest.mark.parametrize(
+        ("body", "pointer"),
+        [
+            ({"limit": {"Cuda!": 1}}, "/limit/Cuda!"),
+            ({"limit": {"cuda": -1}}, "/limit/cuda"),
+            ({"max_running": -1}, "/max_running"),
+            ({"max_duration_s": 0}, "/max_duration_s"),
+        ],
+    )
+    def test_bad_limit_is_refused(self, as_, root, body, pointer):
+        admin = as_("red.tenant_admin")
+        answer = admin.post("/v1/users", json={"name": "ada", **body})
+        problem(answer, 422, "validation-error", pointer)
+        answer = root.post("/v1/tenants", json={"name": "green", "user_defaults": body})
+        problem(answer, 422, "validation-error", f"/user_defaults{pointer}")
+
+    def test_defaults_of_a_tenant_reach_its_users_on_the_islands(self, root, session):
+        body = {"user_defaults": {name: self.LIMITS[name] for name in ("limit", "max_running")}}
+        shown = root.patch("/v1/tenants/ten_red", json=body, headers={"If-Match": "*"}).json()
+        assert shown["user_defaults"] | {"max_queued": None} == {
+            **body["user_defaults"],
+            **dict.fromkeys(("max_queued", "max_sessions", "max_duration_s")),
+        }
+        users = snapshot_reader.users(session, User.tenant_id == "ten_red")
+        assert {(user.limit["cuda"], user.most_running) for user in users.values()} == {(2, 4)}
 
     def test_page_by_page(self, as_):
         admin = as_("red.tenant_admin")
