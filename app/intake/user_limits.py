@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from app.core.model.descriptor import Descriptor
 from app.core.model.fields import Fault
 from app.core.model.lifecycle import ENDED
-from app.core.units import duration
+from app.core.units import counted, duration
 from app.db.models import Task, User
 from app.db.tenant_tree import ALL
 from app.errors import QueueFull, QuotaExceeded
@@ -35,8 +35,8 @@ def faults(descriptor: Descriptor, limits: Limits) -> Iterator[Fault]:
     for n, task in enumerate(descriptor.tasks):
         for kind in (task.devices.kind, ALL):
             if task.devices.min > (most := of_kind.get(kind, task.devices.min)):
-                which = "devices of all kinds" if kind == ALL else f"{kind} devices"
-                told = f"your own limit is {most} {which}; got {task.devices.min}; {ASK}"
+                what = "device" if kind == ALL else f"{kind} device"
+                told = f"your own limit is {counted(most, what)}; got {task.devices.min}; {ASK}"
                 yield Fault(f"/tasks/{n}/devices/min", told, "user-limit")
         if longest_s is not None and task.max_duration_s > longest_s:
             told = f"your own limit is {duration(longest_s)}; got {duration(task.max_duration_s)}"
@@ -73,10 +73,10 @@ def check_room(
     mine = (Task.tenant_id == tenant_id, Task.user_id == user_id, ~gang_tickets.IS_TICKET)
     if queued is not None:
         waits = Task.state.in_(("blocked", "waiting"))
-        _check(session, (*mine, waits), len(descriptor.tasks), queued, "queued tasks", QueueFull)
+        _check(session, (*mine, waits), len(descriptor.tasks), queued, "queued task", QueueFull)
     if sessions is not None and new_sessions:
         open_ = (Task.state.not_in(ENDED), Task.descriptor["session"].astext.is_not(None))
-        _check(session, (*mine, *open_), new_sessions, sessions, "sessions", QuotaExceeded)
+        _check(session, (*mine, *open_), new_sessions, sessions, "session", QuotaExceeded)
 
 
 def _check(
@@ -89,5 +89,5 @@ def _check(
 ) -> None:
     there = session.scalar(select(func.count()).select_from(Task).where(*which)) or 0
     if there + wanted > most:
-        told = f"you have {there} {what} of at most {most}; this request has {wanted}"
+        told = f"you have {counted(there, what)} of at most {most}; this request has {wanted}"
         raise error(f"{told}: wait until some have ended, cancel some, or {ASK}")

@@ -222,7 +222,7 @@ class TestLimitsOfUser:
         bound(max_queued=1)
         assert red.post("/v1/requests", json=descriptor()).status_code == 202
         found = problem(red.post("/v1/requests", json=descriptor()), 409, "queue-full")
-        assert "you have 1 queued tasks of at most 1; this request has 1" in found["detail"]
+        assert "you have 1 queued task of at most 1; this request has 1" in found["detail"]
 
     def test_queue_of_a_user_does_not_count_that_of_others(self, red, as_, bound):
         bound(max_queued=1)
@@ -245,7 +245,7 @@ class TestLimitsOfUser:
         shell = {"tasks": [{"name": "a", "run": {"command": ["bash"]}, "session": {"idle_s": 60}}]}
         assert red.post("/v1/requests", json=shell).status_code == 202
         found = problem(red.post("/v1/requests", json=shell), 409, "quota-exceeded")
-        assert "you have 1 sessions of at most 1" in found["detail"]
+        assert "you have 1 session of at most 1" in found["detail"]
         session.execute(update(Task).values(state="done"))
         assert red.post("/v1/requests", json=shell).status_code == 202
 
