@@ -103,15 +103,16 @@ def send(celery: Celery, name: str, queue: str, text: str = "") -> None:
 
 
 def refusal(redis_url: str, tls: Mapping[str, Any], *, timeout_s: float = 2.0) -> str:
-    """Put a message into a queue and take it out again; return why Redis refuses that, or "".
+    """Put a message into a queue and delete the queue; return why Redis refuses that, or "".
 
     A Redis that answers PING may still take no message: a replica, a full one, one without a disk.
+    The API and the islands may write to queues of control, and read none (`container_secrets`).
     """
     options = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, **tls}
     try:
         with Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), **options) as client:
             client.lpush(PROBE_QUEUE, "")
-            client.rpop(PROBE_QUEUE)
+            client.delete(PROBE_QUEUE)
     except (RedisError, OSError) as error:
         code = getattr(error, "status_code", None) or ""
         if code or isinstance(error, ResponseError):
