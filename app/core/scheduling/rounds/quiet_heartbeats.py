@@ -21,7 +21,7 @@ from app.core.model.protocol.messages import Alive, Answer, Pulse, decode, encod
 AT_ONCE = 4096  # most leases that one round renews, so that the round stays short
 
 
-class Progress(NamedTuple):
+class TaskProgress(NamedTuple):
     """Tells how far a task is, by a pulse."""
 
     task: str
@@ -40,7 +40,7 @@ class Beat:
     sent_us: int
     came_s: float
     answer_us: int  # `sent_us` of the newest Answer that the device has
-    progress: tuple[Progress, ...]
+    progress: tuple[TaskProgress, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RememberedReport:
             came_s=came_s,
             answer_us=pulse.answer,
             progress=tuple(
-                Progress(*stay, *told)
+                TaskProgress(*stay, *told)
                 for stay, told in zip(self.stays, pulse.progress, strict=True)
             ),
         )
