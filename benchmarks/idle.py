@@ -1,4 +1,4 @@
-"""Measure the CPU time of all processes of an idle system.
+"""Measure the CPU time of all processes of an idle system, and what the worker of a host holds.
 
 python -m benchmarks.idle [--quick]
 """
@@ -16,6 +16,9 @@ from benchmarks import Target, quick, report
 
 SETTLE_S = 5.0
 BOUND_PERCENT = 5.0
+HOST_DEVICES = 8
+HOST_SETTLE_S = 30.0  # until the trials of eight devices have ended
+HOST_MB, HOST_PROCESSES = 250.0, 3  # beside a zygote for each device
 
 
 def main() -> int:
@@ -35,7 +38,39 @@ def main() -> int:
             bound=BOUND_PERCENT,
         )
     ]
+    targets += of_host()
     return report("idle", targets, {name: round(value, 2) for name, value in percent.items()})
+
+
+def of_host() -> list[Target]:
+    """Measure the memory and the number of processes of a host that serves several devices."""
+    with temporary_home() as home, running(home, devices=HOST_DEVICES) as system:
+        time.sleep(HOST_SETTLE_S)
+        [pid] = [pid for name, pid in system.pids().items() if name.startswith("host.")]
+        worker = psutil.Process(pid)
+        all_of_them = [worker, *worker.children(recursive=True)]
+        ours = [one for one in all_of_them if not _is_zygote(one)]
+        pss_mb = sum(one.memory_full_info().pss for one in ours) / 1e6
+    return [
+        Target(
+            name=f"the worker of {HOST_DEVICES} devices, PSS beside zygotes",
+            value=round(pss_mb, 1),
+            unit="MB",
+            op="<=",
+            bound=HOST_MB,
+        ),
+        Target(
+            name=f"processes of a host with {HOST_DEVICES} devices",
+            value=len(all_of_them),
+            unit="",
+            op="<=",
+            bound=HOST_PROCESSES + HOST_DEVICES,
+        ),
+    ]
+
+
+def _is_zygote(process: psutil.Process) -> bool:
+    return any("workers.zygote" in word for word in process.cmdline())
 
 
 def cpu_s(system: Handle) -> dict[str, float]:

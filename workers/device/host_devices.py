@@ -113,18 +113,15 @@ class ServedDevice(threading.Thread):
         because it was asked to.
         """
         try:
-            mail, supervisor = self._made()
+            supervisor = self._begin()
         except CannotServe as error:
             log.critical("%s: %s", self.device.id, error)
             return str(error)
         except Exception as error:  # whatever is wrong with one device is no fault of the others
             log.exception("%s cannot be served", self.device.id)
             return f"{type(error).__name__}: {error}"
-        with self._lock:
-            if self.host.stopping.is_set():
-                return ""
-            self._served = mail, supervisor
-            supervisor.start()
+        if supervisor is None:
+            return ""
         supervisor.join()
         if not supervisor.has_left:
             log.critical("%s could not release what it held; the process ends", self.device.id)
@@ -158,11 +155,17 @@ class ServedDevice(threading.Thread):
         except Exception as error:  # the next trial tells it again
             log.warning("%s: the island was not told why it failed: %s", self.device.id, error)
 
-    def _made(self) -> tuple[Mail, Supervisor]:
+    def _begin(self) -> Supervisor | None:
+        """Find the device and start a supervisor; None if the host is to stop."""
         house = self.device.find()
         mail, transport = self.device.connect(house)
         supervisor = Supervisor(house, transport, on_fatal=lambda: self._note_fault(supervisor))
-        return mail, supervisor
+        with self._lock:
+            if self.host.stopping.is_set():
+                return None
+            supervisor.start()
+            self._served = mail, supervisor
+            return supervisor
 
     def _note_fault(self, supervisor: Supervisor) -> None:
         if not supervisor.failure:  # it hangs
