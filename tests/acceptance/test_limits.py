@@ -25,7 +25,7 @@ def test_task_that_exceeds_its_memory_is_told_and_the_next_one_knows_what_to_ask
         pytest.skip("this machine has no control groups")
     limits = {"memory_bytes": 256 * 2**20, "processes": 50}
     ended = client.wait(submit(client, EATS, **limits))["tasks"][0]
-    assert (ended["state"], ended["cause"]) == ("failed", "exit")
+    assert (ended["state"], ended["cause"]) == ("failed", "memory")
     assert "of 256.0 MiB of host memory (its limit, resources.memory_bytes)" in ended["message"]
 
     done = client.wait(submit(client, FITS, **limits))["tasks"][0]

@@ -76,7 +76,7 @@ def test_job_larger_than_the_device_fails_with_torchs_words(
     rig = accelerators(64 * MB)
     rig.launch("t1", "jobs:Count", params={"megabytes": 100})
     failed = rig.event(Failed, "t1")
-    assert failed.cause == "exception"
+    assert failed.cause == "device_memory"
     assert "OutOfMemoryError: sim out of memory" in failed.message
 
 

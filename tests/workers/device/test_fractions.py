@@ -147,7 +147,7 @@ def test_a_fraction_that_allocates_past_its_cap_fails_and_its_neighbour_does_not
     rig.event(Started, "t1")
     rig.launch("t2", "jobs:Count", params={"megabytes": 100}, fraction_milli=250)
     failed = rig.event(Failed, "t2")
-    assert failed.cause == "exception"
+    assert failed.cause == "device_memory"
     assert "OutOfMemoryError" in failed.message
     expected = alone("jobs:Everything", UNDISTURBED, kind="sim")["result"]
     assert _result(rig, "t1") == expected
