@@ -38,8 +38,7 @@ def find_device(settings: Settings) -> FoundDevice:
         )
         return FoundDevice() if kind == "cpu" else _try_out(kind, access)
     except NoSuchDevice as error:
-        told = f"{settings.device} cannot serve a device of kind {kind}: {error}"
-        raise CannotServe(told) from None
+        raise CannotServe(f"cannot serve a device of kind {kind}: {error}") from None
 
 
 def _nodes(listed: str) -> tuple[Path, ...]:

@@ -119,16 +119,22 @@ def doctor(
 
 
 def _silent(client: Client) -> Iterator[JSON]:
-    """Yield a failed check for each device that stopped to report without having said so."""
+    """Yield a failed check for each device that failed, or stopped to report without having said
+    so.
+    """
     try:
         devices = list(client.items("/v1/devices"))
     except ClientError as error:
         yield {"check": "device list", "ok": False, "detail": str(error)}
         return
     for device in devices:
-        if not (device["up"] or device["cordoned"] or device["stopping"]):
-            told = f"{device['id']} sends no heartbeat since {clock(device['seen_at'])}: it hangs,"
-            yield {"check": "device", "ok": False, "detail": f"{told} or its host is gone"}
+        if device["up"] or device["cordoned"] or device["stopping"]:
+            continue
+        since = f"since {clock(device['seen_at'])}" if device["seen_at"] else "yet"
+        told = f"{device['id']} sends no heartbeat {since}: it hangs, or its host is gone"
+        if failure := device.get("failure"):
+            told = f"{device['id']}: {failure}"
+        yield {"check": "device", "ok": False, "detail": told}
 
 
 def _ran(client: Client) -> JSON:

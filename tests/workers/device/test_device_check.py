@@ -43,7 +43,7 @@ def test_worker_of_a_kind_that_torch_cannot_use_ends_with_the_reason(tmp_path, k
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there may be a GPU here")
 def test_worker_of_kind_cuda_without_a_gpu_ends_with_the_reason(tmp_path):
-    with pytest.raises(CannotServe, match=r"h\.0 cannot serve a device of kind cuda: the NVIDIA"):
+    with pytest.raises(CannotServe, match=r"cannot serve a device of kind cuda: the NVIDIA"):
         device_check.find_device(_settings(tmp_path, device_kind="cuda"))
 
 
