@@ -103,7 +103,7 @@ def test_shell_in_a_real_terminal_and_a_forwarded_port(system, running):
     with terminal(system, "shell", running) as shell:
         shell.until("$ ")
         shell.type("stty size; echo from inside > note.txt; echo rea''dy\r")
-        shell.until("40 120")
+        shell.until("40 160")
         shell.until("ready")
         shell.resize(50, 132)
         shell.process.send_signal(signal.SIGWINCH)
