@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -37,10 +37,13 @@ def covering(device: str) -> list[str]:
 
 def host_key(session: Session, device: str) -> str:
     """Return the public key with which the device is enrolled; "" if it is not."""
-    names = covering(device)
-    found = select(Enrolment).where(Enrolment.device_id.in_(names))
-    keys = {row.device_id: "" if row.revoked_at else row.key for row in session.scalars(found)}
-    return _key_of(device, keys)
+    return _key_of(device, _keys(session, Enrolment.device_id.in_(covering(device))))
+
+
+def _keys(session: Session, *which: ColumnElement[bool]) -> dict[str, str]:
+    """Return the public keys by the name of the host or device; "" where it is revoked."""
+    query = select(Enrolment.device_id, Enrolment.key, Enrolment.revoked_at).where(*which)
+    return {name: "" if revoked_at else key for name, key, revoked_at in session.execute(query)}
 
 
 def _key_of(device: str, keys: Mapping[str, str]) -> str:
@@ -123,8 +126,7 @@ class Roster:
         """Read the keys again if they are older than READ_EVERY_S."""
         if time.monotonic() < self._due_s:
             return
-        rows = session.scalars(select(Enrolment)).all()
-        keys = {row.device_id: "" if row.revoked_at else row.key for row in rows}
+        keys = _keys(session)
         self._keys, self._hosts = keys, frozenset(filter(None, keys.values()))
         others = select(Island.key).where(Island.name != self.island, Island.key.is_not(None))
         self.peers = _sorted(session.scalars(others).all())

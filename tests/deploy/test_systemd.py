@@ -17,12 +17,12 @@ UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "roundhouse-worker.ser
 @pytest.fixture(scope="module")
 def service() -> configparser.SectionProxy:
     unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment]
+    unit.optionxform = str  # names of settings have capitals
     unit.read_string(UNIT.read_text())
     return unit["Service"]
 
 
-def test_unit_runs_the_command_of_a_host(service, monkeypatch):
+def test_unit_runs_the_command_of_a_host(service):
     program, verb, *words = shlex.split(service["ExecStart"])
     assert (Path(program).name, verb) == ("roundhouse", "worker")
     assert host_worker._arguments(words).device == []  # all GPUs

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.messaging import broker
 from app.settings import settings
 from workers.process.isolation.device_access import NoSuchDevice, all_cuda
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def celery_words(host: str, devices: Iterable[str]) -> list[str]:
     """Return the command that serves the devices, after `python -m`."""
-    queues = ",".join(f"device.{device}" for device in devices)
+    queues = ",".join(map(broker.device_queue, devices))
     words = ["celery", "-A", "workers.device.worker", "worker", "--pool", "threads", "-c", "2"]
     return [*words, "-Q", queues, "-n", f"host.{host}@%h", "-l", "WARNING"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -41,10 +41,7 @@ def up(
 ) -> None:
     """Run the whole system on this machine, until Ctrl-C."""
     given = {"home": home, "devices": devices, "hosts": hosts, "host": host, "port": port}
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    words += [f"--device={one}" for one in device or ()]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "app.local.up", *words])
+    _become("app.local.up", given, device)
 
 
 @app.command(rich_help_panel=HERE)
@@ -60,11 +57,15 @@ def worker(
     ] = None,
 ) -> None:
     """Serve the devices of this host, until Ctrl-C."""
-    given = {"host": host, "cpus": cpus}
+    _become("workers.device.host_worker", {"host": host, "cpus": cpus}, device)
+
+
+def _become(module: str, given: Mapping[str, object], devices: Sequence[str] | None) -> NoReturn:
+    """Run a module of this installation in place of this process, with the options that are set."""
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    words += [f"--device={one}" for one in device or ()]
+    words += [f"--device={one}" for one in devices or ()]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "workers.device.host_worker", *words])
+    os.execv(sys.executable, [sys.executable, "-m", module, *words])
 
 
 @app.command("login", rich_help_panel=HERE)
