@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 LEASH = Path(__file__).with_name("exec_leash.py")
 
@@ -70,6 +71,19 @@ def leashed(spec: Spec) -> list[str]:
     return [sys.executable, "-I", "-S", str(LEASH), *map(str, words), *spec.command]
 
 
+def start_leashed(spec: Spec, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start `spec` so that it dies with the calling thread."""
+    return subprocess.Popen(
+        leashed(spec),
+        env=dict(spec.env),
+        cwd=spec.folder,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # Ctrl-C must reach only the supervisor
+    )
+
+
 @dataclass
 class Child:
     """Runs a program, and runs it again after it has died.
@@ -96,15 +110,7 @@ class Child:
 
     def start(self, now_s: float) -> None:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                leashed(self.spec),
-                env=dict(self.spec.env),
-                cwd=self.spec.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C must reach only the supervisor
-            )
+            self.process = start_leashed(self.spec, log)
         self.started_s, self.again_s = now_s, None
 
     def look(self, now_s: float) -> str:

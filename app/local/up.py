@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,9 +38,9 @@ from app.cli.client import Client
 from app.core.security.sandbox_layers import Sandbox, warning
 from app.core.units import counted
 from app.home import default_home
-from app.local import embedded_servers
+from app.local import embedded_servers, process_supervisor
 from app.local.embedded_servers import CannotStart
-from app.local.process_supervisor import NotReady, ProcessSupervisor, Spec, StopAsked, leashed
+from app.local.process_supervisor import NotReady, ProcessSupervisor, Spec, StopAsked
 from app.settings import settings
 from app.storage.signing import Signer
 
@@ -233,12 +234,13 @@ def _seed(wanted: WantedSystem, env: Env) -> None:
         *ours,
         str(wanted.keys_file),
     )
-    spec = Spec(name="seed", command=(sys.executable, *words), env=env)
-    run = subprocess.run(
-        leashed(spec), env=env, cwd=ROOT, capture_output=True, text=True, timeout=SEED_TIMEOUT_S
-    )
-    if run.returncode != 0:
-        raise CannotStart(f"the database could not be prepared:\n{run.stdout}{run.stderr}")
+    spec = Spec(name="seed", command=(sys.executable, *words), env=env, folder=ROOT)
+    with tempfile.TemporaryFile() as output:
+        run = process_supervisor.start_leashed(spec, output)
+        if run.wait(SEED_TIMEOUT_S) != 0:
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+            raise CannotStart(f"the database could not be prepared:\n{said}")
 
 
 def _api(wanted: WantedSystem, env: Env, port: int) -> Spec:
@@ -519,18 +521,11 @@ def running(
         name="up",
         command=(sys.executable, *map(str, words)),
         env={**os.environ, **(env or {})},
+        folder=ROOT,
         death=signal.SIGTERM,
     )
     with _own_file(output) as log:
-        process = subprocess.Popen(
-            leashed(spec),
-            env=dict(spec.env),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = process_supervisor.start_leashed(spec, log)
     handle = Handle(wanted, process, output)
     try:
         handle.wait_ready()

@@ -19,8 +19,10 @@ from app.cli.bundling import bundle_folder
 from app.cli.client import Client
 from app.local.embedded_servers import temporary_home
 from app.local.up import Handle, running
+from tests import warm_programs
 from tests.processes import children, is_living, runs, used_s
 from tests.wheels import add_wheel
+from tests.workers import warm_zygotes
 
 JSON = dict[str, Any]
 
@@ -236,12 +238,13 @@ class System:
         """Return the processes that the device workers started: zygotes, and proxies of tasks."""
         found = []
         for pid in self.workers():
-            found += children(pid)  # none while it is being started again
+            # none while it is being started again
+            found += [*children(pid), *warm_zygotes.forked_for(pid)]
         return found
 
     def holders_of(self, name: str) -> list[str]:
         """Return processes of the device workers that have this shared memory open or mapped."""
-        below = [p for pid in self.workers() for p in children(pid, recursive=True)]
+        below = [p for near in self.of_devices() for p in (near, *children(near, recursive=True))]
         found = []
         for process in below:
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -292,10 +295,19 @@ def system(shared: Path, wheels: Path) -> Iterator[System]:
     allowed["ROUNDHOUSE_CRIU"] = str(shared / "no-criu")
     with (
         temporary_home() as home,
-        running(home, env={**allowed, **NETWORK, **STEADY}) as handle,
+        running_fast(home, env={**allowed, **NETWORK, **STEADY}) as handle,
         contextlib.closing(System(handle, shared)) as system,
     ):
         yield system
+
+
+@contextlib.contextmanager
+def running_fast(home: Path, **how: Any) -> Iterator[Handle]:
+    """Run a system whose programs are forks of processes that have imported all they need."""
+    with contextlib.ExitStack() as stack:
+        with warm_programs.forked_from_a_warm_process():
+            handle = stack.enter_context(running(home, **how))
+        yield handle
 
 
 @contextlib.contextmanager
@@ -306,7 +318,7 @@ def running_system(
     with tempfile.TemporaryDirectory() as shared:
         env = {"ROUNDHOUSE_MOUNT_ROOTS": shared, **STEADY, **env}
         with (
-            running(home, env=env, **how) as handle,
+            running_fast(home, env=env, **how) as handle,
             contextlib.closing(kind(handle, Path(shared))) as system,
         ):
             yield system

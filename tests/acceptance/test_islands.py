@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from app.local import process_supervisor
 from app.local.embedded_servers import temporary_home
-from app.local.process_supervisor import Spec, leashed
+from app.local.process_supervisor import Spec
 from app.local.up import ROOT
+from tests import warm_programs
 from tests.acceptance.conftest import running_system
 from tests.acceptance.history import overlaps, runs
 
@@ -50,13 +51,13 @@ class Processes:
             queue = f"device.{self.device(name)}" if sort == "device" else f"island.{self.island}"
             words = ("-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2")
             named = ("-Q", queue, "-n", f"{worker}@test", "--without-gossip", "--without-mingle")
-            spec = Spec(name=worker, command=(sys.executable, *words, *named), env=self._env(name))
+            spec = Spec(
+                name=worker, command=(sys.executable, *words, *named), env=self._env(name),
+                folder=ROOT,
+            )  # fmt: skip
             log = (self.handle.wanted.home / "logs" / f"{worker}.log").open("ab")
-            with log:
-                self.running[name] = subprocess.Popen(
-                    leashed(spec), env=spec.env, cwd=ROOT, stdout=log, stderr=log,
-                    stdin=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
+            with log, warm_programs.forked_from_a_warm_process():
+                self.running[name] = process_supervisor.start_leashed(spec, log)
 
     def device(self, name):
         return f"{self.island}.{name.partition('.')[2]}"

@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 
 from app.local.embedded_servers import temporary_home
-from app.local.up import running
 from app.settings import settings
 from tests import command_line
-from tests.acceptance.conftest import HOUSE, NETWORK, System
+from tests.acceptance.conftest import HOUSE, NETWORK, System, running_fast
 from tests.package_index import why_unreachable
 from tests.wheels import repack
 
@@ -50,7 +49,7 @@ def indexed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sy
         pytest.skip(f"the index of packages of this machine cannot be reached: {why}")
     with (
         temporary_home() as home,
-        running(home, env={"ROUNDHOUSE_MOUNT_ROOTS": str(data), **NETWORK}) as handle,
+        running_fast(home, env={"ROUNDHOUSE_MOUNT_ROOTS": str(data), **NETWORK}) as handle,
         closing(System(handle)) as system,
     ):
         yield system

@@ -26,12 +26,11 @@ from app.core.model.protocol.messages import (
     encode,
 )
 from app.local.embedded_servers import temporary_home
-from app.local.up import running
 from app.messaging import broker
 from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import sealed_heartbeat, sealed_news
 from app.storage.signing import HEARTBEAT, BadSignature, Signer
-from tests.acceptance.conftest import STEADY, System
+from tests.acceptance.conftest import STEADY, System, running_fast
 from tests.launches import launch_of
 from tests.security.test_garbage import GARBAGE
 
@@ -98,7 +97,7 @@ class Intruder:
 def system():
     with (
         temporary_home() as home,
-        running(home, devices=2, env=STEADY) as handle,
+        running_fast(home, devices=2, env=STEADY) as handle,
         contextlib.closing(System(handle)) as system,
     ):
         yield system

@@ -2,46 +2,48 @@
 
 A zygote of a device worker starts as a fresh interpreter and imports torch, which takes seconds.
 The warm process does so once, in the environment of a zygote, and then forks a zygote for each
-supervisor that asks.  Such a zygote has its own session, wire and lock.  It too ends with the
-thread that asked for it, with its wire, or when it is killed.  The first zygote tries the sandbox
-layers out; if all work, the others report the same.  Each resident still applies every layer.
-Tests of the start itself use the fixture `fresh_zygotes`.
+supervisor that asks.  Such a zygote has its own wire and lock.  It too ends with the thread that
+asked for it, with its wire, or when it is killed.  The first zygote tries the sandbox layers out;
+if all work, the others report the same.  Each resident still applies every layer.  Tests of the
+start itself use the fixture `fresh_zygotes`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
+import psutil
+
+from tests.processes import children, runs
+from tests.warm_processes import Forked, Forks, Warm, fork_of, show_as
 from workers.device.processes import zygote_handle
 from workers.process.isolation.sandbox import Room
 
-ROOT = Path(__file__).parent.parent.parent
-_ID = struct.Struct("=q")
+Start = Callable[[int, int, Mapping[str, str]], "Forked | subprocess.Popen[bytes]"]
+
 _KIND_BYTES = 64
+_SHOWN = "workers.zygote of {}"
 _start_fresh = zygote_handle.start_zygote
+
+#: The warm process of this test process.
+warm = Warm("tests.workers.warm_zygotes", zygote_handle.zygote_environment({}))
 
 
 @contextlib.contextmanager
 def forked_from_a_warm_process() -> Iterator[None]:
     """All zygotes of this process's supervisors are forks of one warm process."""
-    warm = _Warm()
-    with mock.patch.object(zygote_handle, "start_zygote", warm.start_zygote):
+    with mock.patch.object(zygote_handle, "start_zygote", forked(lambda: warm.ask)):
         yield
-    warm.close()
 
 
 @contextlib.contextmanager
@@ -51,148 +53,48 @@ def started_afresh() -> Iterator[None]:
         yield
 
 
-class _Warm:
-    """The test process's end: asks for zygotes, from any thread."""
+def forked(ask: Callable[[], socket.socket]) -> Start:
+    """Return a `start_zygote` that forks zygotes, where they need no other environment."""
 
-    def __init__(self) -> None:
-        self._one_at_a_time = threading.Lock()
-        self._of_thread = threading.local()
-        self._environment = zygote_handle.zygote_environment({})
-
-    def start_zygote(
-        self, fd: int, lock_fd: int, variables: Mapping[str, str]
-    ) -> _ForkedZygote | subprocess.Popen[bytes]:
-        """Fork a zygote; in another environment than the warm process's, start it afresh."""
-        if zygote_handle.zygote_environment(variables) != self._environment:
+    def start(
+        fd: int, lock_fd: int, variables: Mapping[str, str]
+    ) -> Forked | subprocess.Popen[bytes]:
+        if zygote_handle.zygote_environment(variables) != warm.environment:
             return _start_fresh(fd, lock_fd, variables)
-        ends, end = os.pipe()
-        lifelines = vars(self._of_thread).setdefault("lifelines", [])
-        lifelines.append(_Lifeline(end))
-        with self._one_at_a_time:
-            ask = self._started[1]
-            socket.send_fds(ask, [b"!"], [fd, lock_fd, 1, 2, ends])
-            told, (pidfd,), _, _ = socket.recv_fds(ask, _ID.size, 1)
-        os.close(ends)
-        return _ForkedZygote(_ID.unpack(told)[0], pidfd)
+        body = {"shown": _SHOWN.format(os.getpid()), "death": signal.SIGKILL}
+        return fork_of(ask(), body, [fd, lock_fd, 1, 2])
 
-    @functools.cached_property
-    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = "from tests.workers.warm_zygotes import main; main({})"
-        boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code.format(theirs.fileno())}"
-        process = subprocess.Popen(
-            [sys.executable, "-B", "-c", boot],
-            env=self._environment,
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-        )
-        theirs.close()
-        return process, ours
-
-    def close(self) -> None:
-        if "_started" in vars(self):
-            process, ask = self._started
-            ask.close()
-            process.wait(timeout=90)
+    return start
 
 
-class _Lifeline:
-    """Closes a pipe when the thread that holds it ends."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.fd)
-
-
-class _ForkedZygote:
-    """What a supervisor uses of `subprocess.Popen`, for a process that is not our child."""
-
-    def __init__(self, pid: int, pidfd: int) -> None:
-        self.pid = pid
-        self._pidfd = pidfd
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self) -> None:
-        select.select([self._pidfd], [], [])
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self._pidfd)
+def forked_for(pid: int) -> list[psutil.Process]:
+    """Return the zygotes that this process asked for."""
+    found = children(warm.pid) if warm.pid else []
+    return [each for each in found if runs(each, _SHOWN.format(pid))]
 
 
 # --- the warm process -----------------------------------------------------------------------------
 
 
-def main(fd: int) -> NoReturn:
+def main(asks: int) -> NoReturn:
     """Fork zygotes on request until the test process is gone."""
     from workers import zygote
 
     zygote.import_what_jobs_need()
     zygote.keep_pages_shared()
-    _Forks(socket.socket(fileno=fd)).serve()
+    forks = Forks(asks)
+    told, tell = os.pipe()  # from a zygote: a kind of room, if every layer works
+    works_for = set[bytes]()
+    forks.also[told] = lambda: works_for.add(os.read(told, _KIND_BYTES))
+    body, given = forks.serve()
+    _become_zygote(body["shown"], given, tell, works_for)
 
 
-class _Forks:
-    """The zygotes that the warm process has forked."""
-
-    def __init__(self, asks: socket.socket) -> None:
-        self.asks = asks
-        self.pids: dict[int, int] = {}  # by pidfd
-        self.lifelines: dict[int, int] = {}  # by read end of a thread's pipe: its zygote's pidfd
-        self.told, self.tell = os.pipe()  # from a zygote: a kind of room, if every layer works
-
-    def serve(self) -> NoReturn:
-        works_for = set[bytes]()
-        while True:
-            ready, _, _ = select.select([self.asks, self.told, *self.lifelines, *self.pids], [], [])
-            for pidfd in self.pids.keys() & ready:
-                self._reap(pidfd)
-            for lifeline in self.lifelines.keys() & ready:  # the zygote's supervisor has ended
-                signal.pidfd_send_signal(self.lifelines[lifeline], signal.SIGKILL)
-                os.waitid(os.P_PIDFD, self.lifelines[lifeline], os.WEXITED | os.WNOWAIT)
-            if self.told in ready:
-                works_for.add(os.read(self.told, _KIND_BYTES))
-            if self.asks in ready:
-                self._fork(works_for)
-
-    def _reap(self, pidfd: int) -> None:
-        os.waitpid(self.pids.pop(pidfd), 0)
-        lifeline = next(end for end, of in self.lifelines.items() if of == pidfd)
-        del self.lifelines[lifeline]
-        os.close(lifeline)
-        os.close(pidfd)
-
-    def _fork(self, works_for: set[bytes]) -> None:
-        said, fds, _, _ = socket.recv_fds(self.asks, 1, 5)
-        if not said:
-            os._exit(0)  # all zygotes die with this process
-        *given, lifeline = fds
-        pid = os.fork()
-        if not pid:
-            _become_zygote(given, self.tell, works_for)
-        pidfd = os.pidfd_open(pid)
-        self.pids[pidfd], self.lifelines[lifeline] = pid, pidfd
-        socket.send_fds(self.asks, [_ID.pack(pid)], [pidfd])
-        for fd in given:
-            os.close(fd)
-
-
-def _become_zygote(given: list[int], tell: int, works_for: set[bytes]) -> NoReturn:
+def _become_zygote(shown: str, given: list[int], tell: int, works_for: set[bytes]) -> NoReturn:
     from workers import zygote
-    from workers.process.isolation import sandbox
 
     try:
-        sandbox.die_with_parent()
-        os.setsid()
+        show_as(shown)
         fd, lock_fd, out, err = given
         os.dup2(out, 1)
         os.dup2(err, 2)
