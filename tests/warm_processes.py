@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import select
@@ -36,7 +37,8 @@ _WORDS_BYTES = 1000  # room for the words that the list of processes shows of a 
 class Warm:
     """The asking end: `main` of a module serves, in a process that starts when it is needed.
 
-    Its forks may ask the warm processes in `asks`, and with `own_ask` the same one.
+    Its forks may ask the warm processes in `asks`, once these have begun, and with `own_ask` the
+    same one.
     """
 
     def __init__(
@@ -51,35 +53,35 @@ class Warm:
         self._own_ask, self._asks = own_ask, asks
         self._starting = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._ask: socket.socket
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    @property
+    @functools.cached_property
+    def _ends(self) -> tuple[socket.socket, socket.socket]:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
     def ask(self) -> socket.socket:
+        """Return the socket to ask at; the process begins if it has not."""
         with self._starting:
             if self._process is None:
-                self._start()
-            return self._ask
-
-    def fork(self, body: JSON, fds: list[int]) -> Forked:
-        return fork_of(self.ask, body, fds)
+                self._process = self._start()
+            return self._ends[0]
 
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()  # its forks die with it
             self._process.wait()
-            self._ask.close()
+            self._ends[0].close()
 
-    def _start(self) -> None:
-        self._ask, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        asked = [self._ask] if self._own_ask else []
-        asked += [warm.ask for warm in self._asks]
-        kept = [theirs.fileno(), *(ask.fileno() for ask in asked)]
+    def _start(self) -> subprocess.Popen[bytes]:
+        ask, theirs = self._ends
+        asked = [ask] if self._own_ask else []
+        asked += [warm._ends[0] for warm in self._asks]
+        kept = [theirs.fileno(), *(each.fileno() for each in asked)]
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {self.module} import main;"
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-B", "-u", "-c", f"{boot} main(*{kept})", " " * _WORDS_BYTES],
             env=self.environment,
             pass_fds=kept,
@@ -89,6 +91,7 @@ class Warm:
         )
         theirs.close()
         atexit.register(self.close)
+        return process
 
 
 def fork_of(ask: socket.socket, body: JSON, fds: list[int]) -> Forked:

@@ -30,6 +30,8 @@ from tests.warm_processes import JSON, Forked, Forks, Warm, fork_of, show_as
 from tests.workers import warm_zygotes
 from workers.device.processes import zygote_handle
 
+Start = Callable[[Spec, IO[bytes]], "Forked | subprocess.Popen[bytes]"]
+
 _PROGRAMS = (
     "app.local.seed",
     "app.local.up",
@@ -48,24 +50,39 @@ _LATER = (
 )
 _start_fresh = process_supervisor.start_leashed
 
-_warm = Warm("tests.warm_programs", dict(os.environ), own_ask=True, asks=(warm_zygotes.warm,))
+_warm = Warm(
+    "tests.warm_programs",
+    dict(os.environ),
+    own_ask=True,
+    asks=tuple(warm_zygotes.WARM.values()),
+)
 
 
 @contextlib.contextmanager
 def forked_from_a_warm_process() -> Iterator[None]:
     """Programs that are started meanwhile, and all that these start, are forks."""
-    with mock.patch.object(process_supervisor, "start_leashed", _forked(lambda: _warm.ask)):
+    with mock.patch.object(process_supervisor, "start_leashed", _forked(_ask)):
         yield
 
 
-def _forked(ask: Callable[[], socket.socket]) -> Callable[..., Forked | subprocess.Popen[bytes]]:
+def _ask(spec: Spec) -> socket.socket:
+    """Return the socket to ask at; what zygotes its devices need begins too."""
+    warm_zygotes.WARM["cpu"].ask()
+    if "SIM_DEVICES" in spec.env:
+        warm_zygotes.WARM["sim"].ask()
+    return _warm.ask()
+
+
+def _forked(
+    ask: Callable[[Spec], socket.socket],
+) -> Callable[..., Forked | subprocess.Popen[bytes]]:
     def start(spec: Spec, output: IO[bytes]) -> Forked | subprocess.Popen[bytes]:
         program, *words = spec.command
         ours = program == sys.executable and {*words[:2]} & {*_PROGRAMS, *_RUNNERS}
         if not ours or spec.user or "--workers" in words:
             return _start_fresh(spec, output)
         body = {"words": words, "env": dict(spec.env), "folder": str(spec.folder)}
-        return fork_of(ask(), {**body, "death": int(spec.death)}, [output.fileno()])
+        return fork_of(ask(spec), {**body, "death": int(spec.death)}, [output.fileno()])
 
     return start
 
@@ -73,17 +90,18 @@ def _forked(ask: Callable[[], socket.socket]) -> Callable[..., Forked | subproce
 # --- the warm process -----------------------------------------------------------------------------
 
 
-def main(asks: int, ask: int, ask_for_zygotes: int) -> None:
+def main(asks: int, ask: int, *zygotes: int) -> None:
     """Fork programs on request until the test process is gone."""
     die_with(os.getppid(), signal.SIGKILL)
     _import_what_programs_need()
-    ours, zygotes = socket.socket(fileno=ask), socket.socket(fileno=ask_for_zygotes)
-    process_supervisor.start_leashed = _forked(lambda: ours)
-    zygote_handle.start_zygote = warm_zygotes.forked(lambda: zygotes)
+    ours, *of_kinds = (socket.socket(fileno=fd) for fd in (ask, *zygotes))
+    process_supervisor.start_leashed = _forked(lambda _: ours)
+    of_kind = dict(zip(warm_zygotes.WARM, of_kinds, strict=True))
+    zygote_handle.start_zygote = warm_zygotes.forked(of_kind.__getitem__)
     gc.collect()
     gc.freeze()
     body, [output] = Forks(asks).serve()
-    _become(body, output, {ask, ask_for_zygotes})
+    _become(body, output, {ask, *zygotes})
 
 
 def _become(body: JSON, output: int, kept: set[int]) -> None:

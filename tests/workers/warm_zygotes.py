@@ -1,7 +1,7 @@
-"""One warm process of this test process forks the zygotes of all its devices.
+"""Warm processes of this test process fork the zygotes of all its devices, one for each kind.
 
 A zygote of a device worker starts as a fresh interpreter and imports torch, which takes seconds.
-The warm process does so once, in the environment of a zygote, and then forks a zygote for each
+A warm process does so once, in the environment of a zygote, and then forks a zygote for each
 supervisor that asks.  Such a zygote has its own wire and lock.  It too ends with the thread that
 asked for it, with its wire, or when it is killed.  The first zygote tries the sandbox layers out;
 if all work, the others report the same.  Each resident still applies every layer.  Tests of the
@@ -35,14 +35,18 @@ _KIND_BYTES = 64
 _SHOWN = "workers.zygote of {}"
 _start_fresh = zygote_handle.start_zygote
 
-#: The warm process of this test process.
-warm = Warm("tests.workers.warm_zygotes", zygote_handle.zygote_environment({}))
+#: The warm processes of this test process.  A zygote of a simulated accelerator reads its variables
+#: when it first uses the device, thus after the fork.
+WARM = {
+    kind: Warm("tests.workers.warm_zygotes", zygote_handle.zygote_environment(variables))
+    for kind, variables in {"cpu": {}, "sim": {"SIM_DEVICES": "1"}}.items()
+}
 
 
 @contextlib.contextmanager
 def forked_from_a_warm_process() -> Iterator[None]:
-    """All zygotes of this process's supervisors are forks of one warm process."""
-    with mock.patch.object(zygote_handle, "start_zygote", forked(lambda: warm.ask)):
+    """All zygotes of this process's supervisors are forks of a warm process."""
+    with mock.patch.object(zygote_handle, "start_zygote", forked(lambda kind: WARM[kind].ask())):
         yield
 
 
@@ -53,23 +57,27 @@ def started_afresh() -> Iterator[None]:
         yield
 
 
-def forked(ask: Callable[[], socket.socket]) -> Start:
+def forked(ask: Callable[[str], socket.socket]) -> Start:
     """Return a `start_zygote` that forks zygotes, where they need no other environment."""
 
     def start(
         fd: int, lock_fd: int, variables: Mapping[str, str]
     ) -> Forked | subprocess.Popen[bytes]:
-        if zygote_handle.zygote_environment(variables) != warm.environment:
+        own = {name: value for name, value in variables.items() if name.startswith("SIM_")}
+        kind = "sim" if own.get("SIM_DEVICES") else "cpu"
+        base = {"SIM_DEVICES": "1"} if kind == "sim" else {}
+        others = {name: value for name, value in variables.items() if name not in own}
+        if zygote_handle.zygote_environment({**others, **base}) != WARM[kind].environment:
             return _start_fresh(fd, lock_fd, variables)
-        body = {"shown": _SHOWN.format(os.getpid()), "death": signal.SIGKILL}
-        return fork_of(ask(), body, [fd, lock_fd, 1, 2])
+        body = {"shown": _SHOWN.format(os.getpid()), "variables": own, "death": signal.SIGKILL}
+        return fork_of(ask(kind), body, [fd, lock_fd, 1, 2])
 
     return start
 
 
 def forked_for(pid: int) -> list[psutil.Process]:
     """Return the zygotes that this process asked for."""
-    found = children(warm.pid) if warm.pid else []
+    found = [each for warm in WARM.values() if warm.pid for each in children(warm.pid)]
     return [each for each in found if runs(each, _SHOWN.format(pid))]
 
 
@@ -87,14 +95,16 @@ def main(asks: int) -> NoReturn:
     works_for = set[bytes]()
     forks.also[told] = lambda: works_for.add(os.read(told, _KIND_BYTES))
     body, given = forks.serve()
-    _become_zygote(body["shown"], given, tell, works_for)
+    show_as(body["shown"])
+    os.environ.pop("SIM_DEVICES", None)
+    os.environ.update(body["variables"])
+    _become_zygote(given, tell, works_for)
 
 
-def _become_zygote(shown: str, given: list[int], tell: int, works_for: set[bytes]) -> NoReturn:
+def _become_zygote(given: list[int], tell: int, works_for: set[bytes]) -> NoReturn:
     from workers import zygote
 
     try:
-        show_as(shown)
         fd, lock_fd, out, err = given
         os.dup2(out, 1)
         os.dup2(err, 2)
