@@ -1,10 +1,11 @@
 """Measure what many devices cost their island, by unchanged heartbeats and by ends of tasks.
 
-    python -m benchmarks.devices [--quick]
+    python -m benchmarks.devices [--quick] [--alone]
 
 The island is a scheduler in a process of its own, as in service. Its devices are played. They
 consist of heartbeats, sealed and sent through Redis every 2 s or at the pace of the island, and
-they obey Launch orders that come back through Redis. Each device has one running task, whose held
+they obey Launch orders that come back through Redis. A host has 8 devices, which share messages, or
+one device with `--alone`. Each device has one running task, whose held
 time and steps grow. So an unchanged heartbeat reports no event, only progress. Then all tasks end
 at once, while as many others wait.
 
@@ -38,6 +39,7 @@ from app.core.model.protocol.messages import (
     Alive,
     Event,
     Finished,
+    HostPulses,
     LogLines,
     Pulse,
     ResidentView,
@@ -61,8 +63,9 @@ from workers.device.heartbeat import Rhythm
 
 ISLAND, TENANTS = "isle", 1000
 BEAT_S = 2.0
-TICKS = 20  # number of parts of a beat: in each, the devices of one part send their heartbeats
-LISTENS_AFTER = 5  # ticks after its heartbeat in which a device reads its queue
+HOST_DEVICES = 8
+TICKS = 20  # number of parts of a beat, in each of which the hosts send and read what is due
+LISTENS_AFTER_S = 0.5  # after it has sent heartbeats, a host reads its queue
 FIRST_LIMIT_S = 600.0  # until all first tasks run
 
 FILL = """
@@ -72,7 +75,7 @@ insert into tenants (id, name, parent_id) select 't' || n, 'tenant ' || n, 'root
   from generate_series(1, {tenants}) n;
 insert into users (id, tenant_id, name) select 'u' || n, 't' || n, 'user'
   from generate_series(1, {tenants}) n;
-insert into enrolments (device_id, key, enrolled_by) select 'h.' || n, '{key}', 'benchmark'
+insert into enrolments (device_id, key, enrolled_by) select 'h' || n, '{key}', 'benchmark'
   from generate_series(0, {devices} - 1) n;
 insert into requests (id, tenant_id, user_id, name, state, descriptor)
   select 'r' || n, 't' || n, 'u' || n, 'request', 'queued', '{{"bundle": "sha256:{zeros}"}}'
@@ -138,7 +141,8 @@ def _measured(devices: int, watch_s: float) -> dict[str, float]:
         fill_island(devices, keys.public)
         try:
             with island_process(home, ISLAND) as island:
-                return _watched(island, Fleet(devices, keys, at), watch_s)
+                each = 1 if "--alone" in sys.argv else HOST_DEVICES
+                return _watched(island, Fleet(devices, keys, at, each=each), watch_s)
         finally:
             transactions.engine().dispose()
 
@@ -191,7 +195,7 @@ def _watched(island: psutil.Process, fleet: Fleet, watch_s: float) -> dict[str, 
     fleet.play(3 * BEAT_S)
 
     before, before_s, fleet.answers = tally_of(ISLAND), own_s(island), 0
-    fleet.sent = fleet.pulses = 0
+    fleet.sent = fleet.messages = fleet.pulses = 0
     fleet.play(watch_s)
     cpu_s, answers, middle = own_s(island) - before_s, max(1, fleet.answers), tally_of(ISLAND)
     figures = {
@@ -200,6 +204,7 @@ def _watched(island: psutil.Process, fleet: Fleet, watch_s: float) -> dict[str, 
         "answered": answers,
         "answered of sent": round(answers / max(1, fleet.sent), 3),
         "pulses of sent": round(fleet.pulses / max(1, fleet.sent), 3),
+        "messages of sent": round(fleet.messages / max(1, fleet.sent), 3),
         "of a core": round(cpu_s / watch_s, 3),
         "beat_s": max(d.rhythm.beat_us for d in fleet.devices) / 1e6,
         "longest_s": round(longest_round_s(before, middle), 3),
@@ -228,13 +233,12 @@ class DevicePlayer:
 
     id: str
     facts: dict[str, Any]
+    rhythm: Rhythm
     task: str = ""
     epoch: int = 0
     state: str = ""
     began_s: float = 0.0
-    signs_from_s: float = -math.inf
     answered_us: int = 0  # when it sent the newest heartbeat that was answered
-    rhythm: Rhythm = field(default_factory=lambda: Rhythm(int(BEAT_S * 1e6)))
     reports: SentReports = field(default_factory=SentReports)
     order_seq: int = 0
     event_seq: int = 0
@@ -320,25 +324,57 @@ class DevicePlayer:
         self._say(Finished, step=self._view().step, result={}, outputs={})
 
 
-class Fleet:
-    """Plays all devices, which send and read in turns spread over the beat."""
+@dataclass
+class HostPlayer:
+    """Plays a host, whose devices share their messages if there are several."""
 
-    def __init__(self, devices: int, keys: MessageKeys, at: str) -> None:
+    name: str
+    devices: list[DevicePlayer]
+    listens_s: float = 0.0  # when it reads its queue
+    signs_from_s: float = -math.inf
+
+    @property
+    def queues(self) -> list[str]:
+        """What it reads: its own queue if its devices share messages, and those of its devices."""
+        names = [device.id for device in self.devices]
+        return [broker.device_queue(name) for name in ([self.name, *names] if names[1:] else names)]
+
+
+class Fleet:
+    """Plays all hosts. A host sends its heartbeats in the times of its beat."""
+
+    def __init__(self, devices: int, keys: MessageKeys, at: str, *, each: int = 1) -> None:
+        """Play `devices` devices, on hosts that have `each` of them."""
         facts = {
-            "host": "h",
             "island": ISLAND,
             "kind": "cpu",
             "threads": 1,
             "spec": True,
             "paced": True,
             "pulses": True,
+            "host_news": each > 1,
+            "memory_bytes": 2**30,
+            "key": keys.public,
+            "exchange_key": keys.announced,
         }
-        facts |= {"memory_bytes": 2**30, "key": keys.public, "exchange_key": keys.announced}
-        self.devices = [DevicePlayer(id=f"h.{n}", facts=facts) for n in range(devices)]
+        self.hosts = []
+        for first in range(0, devices, each):
+            name = f"h{first // each}"
+            players = [
+                DevicePlayer(
+                    id=f"{name}.{n}",
+                    facts={**facts, "host": name},
+                    rhythm=Rhythm(int(BEAT_S * 1e6), host=name),
+                )
+                for n in range(min(each, devices - first))
+            ]
+            self.hosts.append(HostPlayer(name, players))
+        self.devices = [device for host in self.hosts for device in host.devices]
         self.keys, self.client = keys, redis.Redis.from_url(at)
         self.island = ""  # its public key, once a device has learned its exchange key
-        self.tick, self.due_s, self.answers = 0, time.monotonic(), 0
+        self.due_s, self.answers = time.monotonic(), 0
         self.sent = 0  # heartbeats since they were counted last
+        self.messages = 0  # messages with them
         self.pulses, self.asked = 0, 0  # pulses of them, and requests for whole reports
 
     def running(self) -> int:
@@ -348,35 +384,43 @@ class Fleet:
     def end_all(self) -> None:
         for device in self.devices:
             device.end()
-        self._send(self.devices)
+        self._send({host.name: host.devices for host in self.hosts})
 
     def play(self, for_s: float) -> None:
         until_s = time.monotonic() + for_s
         while time.monotonic() < until_s:
-            at = self.tick % TICKS
-            urgent = self._hear(self.devices[(at - LISTENS_AFTER) % TICKS :: TICKS])
-            self._send([*urgent, *self._due(self.devices[at::TICKS])])
-            self.tick += 1
+            urgent = self._hear()
+            self._send({host.name: self._due(host, urgent) for host in self.hosts})
             self.due_s = max(self.due_s + BEAT_S / TICKS, time.monotonic() - BEAT_S)
             time.sleep(max(0.0, self.due_s - time.monotonic()))
 
-    def _hear(self, devices: list[DevicePlayer]) -> list[DevicePlayer]:
-        pipeline = self.client.pipeline(transaction=False)
-        for device in devices:
-            pipeline.rpop(broker.device_queue(device.id), 100)
-        urgent = []
-        for device, items in zip(devices, pipeline.execute(), strict=True):
-            news = [one for item in items or () for one in self._news(item)]
-            for one in news:
-                self.asked += one["is"] == "ReportWanted"
-                if one["is"] in ("Answer", "LeaseRenewal"):
-                    self.answers += 1
-                    self._learn(device, one)
-            if news and device.hear(news):
-                urgent.append(device)
+    def _hear(self) -> set[str]:
+        """Read the queues of which it is time; return the devices that have something to report."""
+        now_s = time.monotonic()
+        hosts = [host for host in self.hosts if host.listens_s <= now_s]
+        pipeline, read = self.client.pipeline(transaction=False), list[HostPlayer]()
+        for host in hosts:
+            for queue in host.queues:
+                pipeline.rpop(queue, 100)
+                read.append(host)
+            host.listens_s = now_s + BEAT_S
+        urgent = set()
+        for host, items in zip(read, pipeline.execute(), strict=True):
+            for item in items or ():
+                for device, news in self._news(host, item):
+                    if self._obey(host, device, news):
+                        urgent.add(device.id)
         return urgent
 
-    def _learn(self, device: DevicePlayer, answer: dict[str, Any]) -> None:
+    def _obey(self, host: HostPlayer, device: DevicePlayer, news: list[Any]) -> bool:
+        for one in news:
+            self.asked += one["is"] == "ReportWanted"
+            if one["is"] in ("Answer", "LeaseRenewal"):
+                self.answers += 1
+                self._learn(host, device, one)
+        return device.hear(news)
+
+    def _learn(self, host: HostPlayer, device: DevicePlayer, answer: dict[str, Any]) -> None:
         if answer["is"] == "Answer":
             device.reports.answered(decode(answer))
             device.rhythm.set_pace(answer.get("beat_us", 0))
@@ -384,35 +428,50 @@ class Fleet:
             device.reports.renewed()
         device.answered_us = answer["sent_us"]
         beat_s = device.rhythm.beat_us / 1e6
-        device.signs_from_s = time.monotonic() + max(beat_s, USUAL_BEAT_S) + SIGNS_AFTER_S
+        host.signs_from_s = time.monotonic() + max(beat_s, USUAL_BEAT_S) + SIGNS_AFTER_S
 
-    def _due(self, devices: list[DevicePlayer]) -> list[DevicePlayer]:
-        """Return those of which a heartbeat is due within the tick."""
+    def _due(self, host: HostPlayer, urgent: set[str]) -> list[DevicePlayer]:
+        """Return the devices of which a heartbeat is due within the tick."""
         until_us = time.monotonic_ns() // 1000 + int(BEAT_S / TICKS * 1e6)
-        return [d for d in devices if d.rhythm.due_us(d.answered_us) <= until_us]
+        return [
+            d for d in host.devices if d.id in urgent or d.rhythm.due_us(d.answered_us) <= until_us
+        ]
 
-    def _send(self, devices: list[DevicePlayer]) -> None:
-        queue = broker.island_queue(ISLAND)
-        texts = [(queue, self._sealed(device)) for device in devices]
+    def _send(self, devices: dict[str, list[DevicePlayer]]) -> None:
+        queue, texts = broker.island_queue(ISLAND), list[tuple[str, str]]()
+        for host in self.hosts:
+            if due := devices[host.name]:
+                texts += [(queue, text) for text in self._sealed(host, due)]
+                host.listens_s = min(host.listens_s, time.monotonic() + LISTENS_AFTER_S)
+                self.sent += len(due)
+        self.messages += len(texts)
         broker.send_all(outbox.celery(), broker.ISLAND_ALIVE, texts)
-        self.sent += len(texts)
 
-    def _sealed(self, device: DevicePlayer) -> str:
-        """Seal its heartbeat as a device worker does, which signs it if no answer has come."""
-        is_answered = time.monotonic() < device.signs_from_s
-        heartbeat = device.reports.heartbeat(device.alive())
-        self.pulses += isinstance(heartbeat, Pulse)
-        return sealed_heartbeat(self.keys, heartbeat, to=self.island if is_answered else "")
+    def _sealed(self, host: HostPlayer, devices: list[DevicePlayer]) -> Iterator[str]:
+        """Seal their heartbeats as a host's worker does, which signs them if no answer has come."""
+        to = self.island if time.monotonic() < host.signs_from_s else ""
+        heartbeats = [device.reports.heartbeat(device.alive()) for device in devices]
+        pulses = [said for said in heartbeats if isinstance(said, Pulse)]
+        self.pulses += len(pulses)
+        for said in heartbeats:
+            if not isinstance(said, Pulse):
+                yield sealed_heartbeat(self.keys, said, to=to)
+        if pulses:
+            together = HostPulses.of(pulses) if len(pulses) > 1 else pulses[0]
+            yield sealed_heartbeat(self.keys, together, to=to)
 
-    def _news(self, item: bytes) -> list[Any]:
-        """Return the content of a message of the island; only the first one's proof is checked."""
+    def _news(self, host: HostPlayer, item: bytes) -> Iterator[tuple[DevicePlayer, list[Any]]]:
+        """Read a message of the island, for each device; only the first one's proof is checked."""
         sealed = base64.b64decode(json.loads(item)["body"]).decode()
         island, _, body = sealed.split("\n", 2)
         if not self.island:
             self.keys.opened(sealed, NEWS, known=(island,))
             self.island = island
-        told: list[Any] = json.loads(body)["news"]
-        return told
+        said = json.loads(body)
+        news = said["news"] if isinstance(said["news"], dict) else {said["device"]: said["news"]}
+        for device in host.devices:
+            if device.id in news:
+                yield device, news[device.id]
 
 
 if __name__ == "__main__":

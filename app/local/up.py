@@ -290,7 +290,7 @@ def _host(env: Env, wanted: WantedSystem, name: str) -> Spec:
     return _celery(
         name,
         "workers.device.worker",
-        ",".join(f"device.{device}" for device, _ in served),
+        ",".join(f"device.{reads}" for reads in (name.partition(".")[2], *dict(served))),
         wanted,
         {**without_password, "ROUNDHOUSE_DEVICES": told},
         grace_s=DEVICE_GRACE_S,

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import Celery
 from kombu.exceptions import OperationalError
@@ -28,7 +28,7 @@ from app.core.model.protocol.messages import JSON, Answer, encode
 from app.db.models import OutboxOrder
 from app.messaging import broker
 from app.messaging.message_keys import MessageKeys
-from app.messaging.signed_messages import sealed_news
+from app.messaging.signed_messages import sealed_host_news, sealed_news
 from app.settings import settings
 from app.storage.signing import Signer
 
@@ -37,6 +37,18 @@ log = logging.getLogger(__name__)
 # in seconds, between two nudges of a queue: after each nudge the worker reads all that is new
 NUDGE_GAP_S = 0.1
 AT_ONCE = 256  # messages to devices that are sealed and published together
+
+
+class NewsRoute(NamedTuple):
+    """Tells how the news for a device are sent: proved by the key that its host with this public
+    key shares, and to the queue of this host.  A signature and the device's own queue if "".
+    """
+
+    key: str = ""
+    host: str = ""
+
+
+NO_ROUTE = NewsRoute()
 
 
 @lru_cache
@@ -145,54 +157,63 @@ def take_unsent(
 
 
 def send(
-    answers: Iterable[Answer], orders: Sequence[OutboxOrder], host_keys: Mapping[str, str]
+    answers: Iterable[Answer], orders: Sequence[OutboxOrder], routes: Mapping[str, NewsRoute]
 ) -> list[int]:
-    """Publish one message to each device: its answer, then its orders.
+    """Publish the answers, and then the orders, of each device.
 
-    `host_keys` has the public keys of the hosts of those devices that take messages under a shared
-    key. Returns the ids of the orders that Redis may not have taken.  Call it outside any
-    transaction.
+    Returns the ids of the orders that Redis may not have taken.  Call it outside any transaction.
     """
     news = defaultdict[str, list[JSON]](list)
     for answer in answers:
         news[answer.device].append(encode(answer))
     for order in orders:
         news[order.device_id].append(order.body)
-    sent = post_all(
-        {
-            device: sealed_news(message_keys(), device, said, to=host_keys.get(device, ""))
-            for device, said in news.items()
-        }
-    )
+    sent = post_news(news, routes)
     return [order.id for order in orders if order.device_id not in sent]
 
 
-def post_all(texts: Mapping[str, str]) -> set[str]:
-    """Publish one text to each of any number of devices; returns those whose queues took theirs."""
-    devices, sent = list(texts), set[str]()
-    for first in range(0, len(devices), AT_ONCE):
-        taken = post({device: texts[device] for device in devices[first : first + AT_ONCE]})
+def post_news(news: Mapping[str, Sequence[JSON]], routes: Mapping[str, NewsRoute]) -> set[str]:
+    """Publish the news of each device, those of a host in one message where it takes that.
+
+    A device without a route gets a signed message of its own.  Returns the devices whose queues
+    took theirs.
+    """
+    by_queue = defaultdict[str, dict[str, Sequence[JSON]]](dict)
+    for device, bodies in news.items():
+        by_queue[routes.get(device, NO_ROUTE).host or device][device] = bodies
+    names, sent = list(by_queue), set[str]()
+    for first in range(0, len(names), AT_ONCE):
+        part = {name: by_queue[name] for name in names[first : first + AT_ONCE]}
+        taken = post({name: _sealed(name, of, routes) for name, of in part.items()})
         if taken is None:
             break  # each of the rest would run into the same timeout
-        sent |= taken
+        sent.update(device for name in taken for device in part[name])
     return sent
 
 
+def _sealed(name: str, news: Mapping[str, Sequence[JSON]], routes: Mapping[str, NewsRoute]) -> str:
+    """Seal the news that go to the queue of this host, or of this device."""
+    route = routes.get(next(iter(news)), NO_ROUTE)
+    if route.host:
+        return sealed_host_news(message_keys(), news, to=route.key)
+    return sealed_news(message_keys(), name, news[name], to=route.key)
+
+
 def post(texts: Mapping[str, str]) -> set[str] | None:
-    """Publish one text to each device; returns the devices whose queues took theirs.
+    """Publish one text to each host or device; returns those whose queues took theirs.
 
     None if Redis does not answer.
     """
-    hints = [(broker.device_queue(device), text) for device, text in texts.items()]
+    hints = [(broker.device_queue(name), text) for name, text in texts.items()]
     try:
         refused = broker.send_all(celery(), broker.DEVICE_NEWS, hints)
     except (OperationalError, OSError, RedisError) as error:
-        log.warning("could not send news to %d devices: %s", len(texts), error)
+        log.warning("could not send news to %d queues: %s", len(texts), error)
         return None
     if refused:
         queue, reason = min(refused.items())
         log.warning("Redis refused news in %d queues; in %s: %s", len(refused), queue, reason)
-    return {device for device in texts if broker.device_queue(device) not in refused}
+    return {name for name in texts if broker.device_queue(name) not in refused}
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:

@@ -6,8 +6,9 @@ body, a line each (`app.messaging.message_keys`). It is opened only if the reade
 key from elsewhere; no part of any other text is parsed.
 
 A heartbeat names its device, the device's process and the time when it was sent. News (the messages
-to a device) names its device; an answer also names the heartbeat that it answers, and orders are
-numbered. So a text that is sent again, or to another device, changes nothing.
+to a device, or to all devices of a host) names its devices; an answer also names the heartbeat that
+it answers, and orders are numbered. So a text that is sent again, or to another device, changes
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from app.core.model.fields import not_plain
@@ -23,13 +24,14 @@ from app.core.model.protocol.messages import (
     JSON,
     Alive,
     Answer,
+    HostPulses,
     LeaseRenewal,
     Pulse,
     ReportWanted,
     decode,
     encode,
 )
-from app.core.model.protocol.wellformed import BadMessage
+from app.core.model.protocol.wellformed import BadMessage, is_id
 from app.messaging.message_keys import MessageKeys
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature
 
@@ -39,17 +41,18 @@ from app.storage.signing import HEARTBEAT, NEWS, BadSignature
 SIGNS_AFTER_S = 5.0
 USUAL_BEAT_S = 2.0
 
-_DEVICE, _NEWS = '{"device":"', '","news":['  # as they stand in news
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 
 
-def sealed_heartbeat(keys: MessageKeys, heartbeat: Alive | Pulse, *, to: str = "") -> str:
+def sealed_heartbeat(
+    keys: MessageKeys, heartbeat: Alive | Pulse | HostPulses, *, to: str = ""
+) -> str:
     """Seal a heartbeat for the island with the public key `to`; "" signs it."""
     return _sealed(keys, HEARTBEAT, encode(heartbeat), to=to)
 
 
 def claimed_process(text: str) -> str:
-    """Return what names the device process from which a sealed heartbeat claims to come.
+    """Return what names the device processes from which a sealed heartbeat claims to come.
 
     Nothing is checked or parsed: it is the text before the time of sending, without the signature
     and the kind of the heartbeat. For a text without that it is the whole text.
@@ -58,15 +61,6 @@ def claimed_process(text: str) -> str:
     head, found, _ = sealed.partition("\n")[2].partition(_SENT_US)
     head = head.partition(",")[2]
     return f"{key}\n{head}" if found else text
-
-
-def claimed_device(text: str) -> str:
-    """Return the device for which sealed news claims to be; "" for a text that names none.
-
-    Nothing is checked or parsed.
-    """
-    head, found, _ = text.partition("\n")[2].partition("\n")[2].partition(_NEWS)
-    return head.removeprefix(_DEVICE) if found else ""
 
 
 def opened_body(keys: MessageKeys, text: str, *, hosts: Container[str]) -> tuple[str, JSON]:
@@ -78,20 +72,22 @@ def opened_body(keys: MessageKeys, text: str, *, hosts: Container[str]) -> tuple
     return _opened(keys, text, HEARTBEAT, hosts)
 
 
-def heartbeat_in(body: JSON, text: str, key: str) -> Alive | Pulse:
-    """Return the heartbeat that says `body`, from the text that the host with `key` sent.
+def heartbeats_in(body: JSON, text: str, key: str) -> Sequence[Alive | Pulse]:
+    """Return the heartbeats that `body` says, from the text that the host with `key` sent.
 
     Raises BadSignature or BadMessage.
     """
     _check_storable(body, text)
     heartbeat = decode(body)
+    if isinstance(heartbeat, HostPulses):
+        return heartbeat.each()
     if isinstance(heartbeat, Pulse):
-        return heartbeat
+        return [heartbeat]
     if not isinstance(heartbeat, Alive):
         raise BadMessage("not a heartbeat")
     if heartbeat.facts.get("key") != key:
         raise BadSignature("sent by another host than the message names")
-    return heartbeat
+    return [heartbeat]
 
 
 def sealed_news(keys: MessageKeys, device: str, bodies: Iterable[JSON], *, to: str = "") -> str:
@@ -102,25 +98,20 @@ def sealed_news(keys: MessageKeys, device: str, bodies: Iterable[JSON], *, to: s
     return _sealed(keys, NEWS, {"device": device, "news": list(bodies)}, to=to)
 
 
-def sealed_renewal(keys: MessageKeys, renewal: LeaseRenewal, *, to: str) -> str:
-    """Seal the renewal of a lease, as `sealed_news` would."""
-    device, process = _json(renewal.device), _json(renewal.incarnation)
-    body = (
-        f'{{"device":{device},"news":[{{"is":"LeaseRenewal","device":{device},'
-        f'"incarnation":{process},"sent_us":{renewal.sent_us},"answer":{renewal.answer}}}]}}'
-    )
-    return keys.sealed(NEWS, body.encode(), to=to)
+def sealed_host_news(keys: MessageKeys, news: Mapping[str, Iterable[JSON]], *, to: str = "") -> str:
+    """Seal the answers and orders for several devices of one host, as `sealed_news` would."""
+    return _sealed(keys, NEWS, {"news": {name: list(it) for name, it in news.items()}}, to=to)
 
 
 class Mail:
-    """Opens the messages for one device, if its own island sent them, or another island that its
-    own named.
+    """Opens the messages for the devices of one host, if their own island sent them, or another
+    island that their own named.
 
-    Only the own island may answer heartbeats, because it alone leases the device.
+    Only the own island may answer heartbeats, because it alone leases the devices.
     """
 
-    def __init__(self, keys: MessageKeys, device: str, island: str) -> None:
-        self.keys, self.device, self.island = keys, device, island
+    def __init__(self, keys: MessageKeys, island: str) -> None:
+        self.keys, self.island = keys, island
         self.peers: tuple[str, ...] = ()
         self._answered_s, self._beat_s = -math.inf, USUAL_BEAT_S  # by the monotonic clock
 
@@ -133,14 +124,17 @@ class Mail:
         unanswered_s = time.monotonic() - self._answered_s
         return self.island if unanswered_s < self._beat_s + SIGNS_AFTER_S else ""
 
-    def opened(self, text: str) -> list[Any]:
-        """Return the messages; raises BadSignature or BadMessage."""
+    def opened(self, text: str) -> dict[str, list[Any]]:
+        """Return the messages by device; raises BadSignature or BadMessage."""
         key, body = _opened(self.keys, text, NEWS, (self.island, *self.peers))
-        if body.get("device") != self.device:
-            raise BadMessage(f"the message is for another device: {body.get('device')!r:.100}")
-        if not isinstance(news := body.get("news"), list):
+        news = body.get("news")
+        by_device = news if isinstance(news, dict) else {body.get("device"): news}
+        return {_device(name): self._read(bodies, key) for name, bodies in by_device.items()}
+
+    def _read(self, bodies: Any, key: str) -> list[Any]:
+        if not isinstance(bodies, list):
             raise BadMessage("the message has no news")
-        messages = [decode(one) for one in news]
+        messages = [decode(one) for one in bodies]
         for message in messages:
             if isinstance(message, Answer | LeaseRenewal | ReportWanted):
                 self._learn(message, key)
@@ -155,6 +149,12 @@ class Mail:
         if isinstance(answer, Answer):
             self.peers = tuple(answer.peers)
             self._beat_s = answer.beat_us / 1e6 or USUAL_BEAT_S
+
+
+def _device(name: Any) -> str:
+    if not is_id(name):
+        raise BadMessage(f"the message is for {name!r:.100}, which names no device")
+    return str(name)
 
 
 def _sealed(keys: MessageKeys, context: bytes, body: JSON, *, to: str) -> str:

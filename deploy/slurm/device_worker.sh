@@ -23,10 +23,10 @@ fi
 # The devices of this node: all GPUs that the step has here, numbered in the order of Slurm's list, so
 # that the next job has the same names; else so many CPU devices.
 IFS=, read -ra gpus <<<"${SLURM_STEP_GPUS:-${SLURM_JOB_GPUS:-}}"
-devices='' queues='' count=0
+devices='' queues=device.$host count=0
 add() {
     devices+=${devices:+,}$host.$count=$1
-    queues+=${queues:+,}device.$host.$count
+    queues+=,device.$host.$count
     count=$((count + 1))
 }
 for gpu in "${gpus[@]}"; do add "${ROUNDHOUSE_DEVICE_KIND:-cuda}:$gpu"; done

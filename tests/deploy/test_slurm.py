@@ -96,7 +96,7 @@ def test_worker_of_a_node_serves_its_devices_with_the_key_on_the_disk_of_the_nod
     own = home / f"roundhouse-{os.getuid()}" / f"{NAME}-0"
     assert notes() == [
         "args -A workers.device.worker worker --pool threads -c 2"
-        f" -Q device.{NAME}-0.0,device.{NAME}-0.1 -n host.{NAME}-0@%h -l WARNING",
+        f" -Q device.{NAME}-0,device.{NAME}-0.0,device.{NAME}-0.1 -n host.{NAME}-0@%h -l WARNING",
         f"home {own}",
         "key the key of the host",
         f"devices {NAME}-0.0=cpu,{NAME}-0.1=cpu ",

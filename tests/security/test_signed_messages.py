@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -12,6 +13,7 @@ from app.core.model.protocol.messages import (
     Answer,
     BadMessage,
     Cancel,
+    HostPulses,
     LeaseRenewal,
     Pulse,
     ReportWanted,
@@ -22,11 +24,11 @@ from app.messaging import message_keys, signed_messages
 from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import (
     Mail,
-    heartbeat_in,
+    heartbeats_in,
     opened_body,
     sealed_heartbeat,
+    sealed_host_news,
     sealed_news,
-    sealed_renewal,
 )
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, public_key
 
@@ -55,7 +57,7 @@ def host(tmp_path):
 
 @pytest.fixture
 def mail(host, island):
-    return Mail(host, "h.0", island.public)
+    return Mail(host, island.public)
 
 
 def answer(**more):
@@ -71,23 +73,48 @@ def beat(signer, **more):
 
 def opened_heartbeat(text, *, hosts, keys=None):
     keys = keys or MessageKeys(Signer(Ed25519PrivateKey.generate()))
+    (one,) = opened_heartbeats(text, hosts=hosts, keys=keys)
+    return one
+
+
+def opened_heartbeats(text, *, hosts, keys):
     key, body = opened_body(keys, text, hosts=hosts)
-    return heartbeat_in(body, text, key)
+    return heartbeats_in(body, text, key)
 
 
 class TestNews:
     def test_message_of_the_own_island_is_opened(self, island, mail):
         text = sealed_news(island, "h.0", [encode(answer()), encode(CANCEL)])
-        assert mail.opened(text) == [answer(), CANCEL]
+        assert mail.opened(text) == {"h.0": [answer(), CANCEL]}
 
     def test_message_may_hold_integers_of_any_size(self, island, mail):
         share = {"task": "t", "epoch": 1, "place": 1, "held_us": 1, "rate": 1}
         told = answer(rota=[{**share, "path": [["a", 2**80, 1]]}])
-        assert mail.opened(sealed_news(island, "h.0", [encode(told)])) == [told]
+        assert mail.opened(sealed_news(island, "h.0", [encode(told)])) == {"h.0": [told]}
 
-    def test_message_for_another_device_is_refused(self, island, mail):
-        with pytest.raises(BadMessage, match=r"for another device: 'h\.1'"):
-            mail.opened(sealed_news(island, "h.1", [encode(CANCEL)]))
+    def test_news_of_several_devices_of_a_host_are_opened(self, island, other, mail):
+        news = {"h.0": [encode(answer()), encode(CANCEL)], "h.1": [encode(RENEWAL)], "h.2": []}
+        told = {"h.0": [answer(), CANCEL], "h.1": [RENEWAL], "h.2": []}
+        assert mail.opened(sealed_host_news(island, news)) == told
+        with pytest.raises(BadSignature):
+            mail.opened(sealed_host_news(other, news))
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"device": "h.0"},
+            {"device": "h.0", "news": "x"},
+            {"device": "../h", "news": []},
+            {"device": 1, "news": []},
+            {"news": []},
+            {"news": {"../h": []}},
+            {"news": {"h.0": {}}},
+            {"news": {"h.0": [], "h.1": ["x"]}},
+        ],
+    )
+    def test_news_without_a_device_or_a_list_are_refused(self, island, mail, body):
+        with pytest.raises(BadMessage):
+            mail.opened(signed_messages._sealed(island, NEWS, body, to=""))
 
     def test_message_signed_by_another_key_is_refused(self, island, other, mail):
         text = sealed_news(other, "h.0", [encode(CANCEL)])
@@ -124,7 +151,7 @@ class TestNews:
         with pytest.raises(BadSignature):
             mail.opened(theirs)
         mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
-        assert mail.opened(theirs) == [CANCEL]
+        assert mail.opened(theirs) == {"h.0": [CANCEL]}
 
     def test_another_island_may_not_answer(self, island, other, mail):
         mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
@@ -138,11 +165,9 @@ class TestNews:
         with pytest.raises(BadSignature, match="only the device's own island"):
             mail.opened(sealed_news(other, "h.0", [encode(told)]))
 
-    def test_renewal_is_sealed_as_other_news_and_keeps_the_peers(self, island, other, mail):
+    def test_renewal_keeps_the_peers(self, island, other, mail):
         mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
-        text = sealed_renewal(island, RENEWAL, to="")
-        assert text == sealed_news(island, "h.0", [encode(RENEWAL)])
-        assert mail.opened(text) == [RENEWAL]
+        assert mail.opened(sealed_news(island, "h.0", [encode(RENEWAL)])) == {"h.0": [RENEWAL]}
         assert mail.peers == (other.public,)
 
 
@@ -162,7 +187,7 @@ class TestSharedKeys:
         text = sealed_heartbeat(host, said, to=mail.addressee())
         assert opened_heartbeat(text, hosts={host.public}, keys=island) == said
         told = sealed_news(island, "h.0", [encode(CANCEL)], to=host.public)
-        assert mail.opened(told) == [CANCEL]
+        assert mail.opened(told) == {"h.0": [CANCEL]}
 
     def test_another_scheduler_of_the_island_opens_them_at_once(self, met, host, island):
         standby = MessageKeys(island._signer)
@@ -243,6 +268,42 @@ class TestHeartbeats:
 
     def test_pulse_of_an_enrolled_host_is_opened(self, island):
         assert opened_heartbeat(sealed_heartbeat(island, PULSE), hosts={island.public}) == PULSE
+
+    def test_pulses_of_a_host_are_opened_each_for_its_device(self, island):
+        other = replace(PULSE, device="h.1", sent_us=4, progress=[])
+        text = sealed_heartbeat(island, HostPulses.of([other, PULSE]))
+        found = opened_heartbeats(text, hosts={island.public}, keys=island)
+        assert found == [PULSE, other]
+
+    def test_later_pulses_take_the_place_of_those_of_the_same_devices_only(self, island):
+        other = replace(PULSE, device="h.1")
+
+        def claimed(*pulses):
+            return signed_messages.claimed_process(sealed_heartbeat(island, HostPulses.of(pulses)))
+
+        both = claimed(PULSE, other)
+        assert claimed(replace(other, sent_us=9), replace(PULSE, sent_us=8)) == both
+        assert claimed(PULSE) != both
+        assert claimed(PULSE, replace(other, incarnation="2")) != both
+
+    @pytest.mark.parametrize(
+        ("processes", "pulses"),
+        [
+            ([["h.0", "1"]], []),
+            ([], [[3, 1, 1, []]]),
+            ([["../h", "1"]], [[3, 1, 1, []]]),
+            ([["h.0"]], [[3, 1, 1, []]]),
+            ([["h.0", "1"]], [[3, 1, 1]]),
+            ([["h.0", "1"]], [[3, 1, -1, []]]),
+            ([["h.0", "1"]], [[3, 1, 1, [[1, 2]]]]),
+            ([["h.0", "1"]], {"h.0": []}),
+        ],
+    )
+    def test_pulses_that_are_not_well_formed_are_refused(self, island, processes, pulses):
+        body = {"is": "HostPulses", "processes": processes, "sent_us": 3, "pulses": pulses}
+        text = signed_messages._sealed(island, HEARTBEAT, body, to="")
+        with pytest.raises(BadMessage):
+            opened_heartbeats(text, hosts={island.public}, keys=island)
 
     def test_heartbeat_of_an_unknown_host_is_refused(self, island, other):
         with pytest.raises(BadSignature):

@@ -26,6 +26,7 @@ from sqlalchemy.orm import Session
 
 from app.core.device.sent_reports import SentReports
 from app.core.model.protocol.messages import (
+    JSON,
     Alive,
     Answer,
     LeaseRenewal,
@@ -51,13 +52,8 @@ from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Ta
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
-from app.messaging.signed_messages import (
-    claimed_process,
-    heartbeat_in,
-    opened_body,
-    sealed_news,
-    sealed_renewal,
-)
+from app.messaging.outbox import NO_ROUTE, NewsRoute
+from app.messaging.signed_messages import claimed_process, heartbeats_in, opened_body
 from app.scheduling import island_pace, journal, ledger, task_migration
 from app.scheduling.board_follower import Follower
 from app.scheduling.island_pace import pace_of
@@ -100,9 +96,8 @@ class Scheduler(Loop):
         # that repeats an earlier one counts as a pulse.
         self.unnumbered: dict[str, SentReports] = {}
         self.roster = Roster(island)
-        # device -> its host's public key, if the device worker announced an exchange key; workers
-        # of several versions may serve the devices of one host
-        self.host_keys: dict[str, str] = {}
+        # by device; workers of several versions may serve the devices of one host
+        self.routes: dict[str, NewsRoute] = {}
         # device -> incarnation and time of its newest heartbeat
         self.spoken: dict[str, tuple[str, int]] = {}
         self.heartbeat_news = HeartbeatNews()
@@ -120,30 +115,34 @@ class Scheduler(Loop):
         self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
 
     def receive(self, sealed: str) -> bool:
-        """Queue a heartbeat that came over Redis; False if a newer one of its device has come.
+        """Queue the heartbeats of a message that came over Redis.
 
-        Raises BadSignature or BadMessage if it is invalid.  The thread that reads from Redis calls
-        it.
+        False if newer ones of its devices have come. Raises BadSignature or BadMessage if one is
+        invalid; the others of its host count. The thread that reads from Redis calls it.
         """
         key, body = opened_body(outbox.message_keys(), sealed, hosts=self.roster.hosts)
-        said = heartbeat_in(body, sealed, key)
-        if isinstance(said, Alive):
-            self._check_in(said, key)
-        elif not self.roster.has_key(said.device, key):
-            raise BadSignature(f"{said.device} is not enrolled with the key of the sender")
-        if is_newest := self._is_newest(said):
-            self.hear(said)
+        is_newest, objections = False, list[str]()
+        for said in heartbeats_in(body, sealed, key):
+            if objection := self._objection(said, key):
+                objections.append(objection)
+            elif self._is_newest(said):
+                self.hear(said)
+                is_newest = True
+        if objections:
+            raise BadSignature("; ".join(objections))
         return is_newest
 
-    def _check_in(self, alive: Alive, key: str) -> None:
-        """Learn the keys of the host that sent this report; raises BadSignature if it may not."""
-        if objection := self.roster.objection(alive):
-            raise BadSignature(objection)
-        if announced := alive.facts.get("exchange_key"):
-            outbox.message_keys().learn(key, announced)
-            self.host_keys[alive.device] = key
-        else:
-            self.host_keys.pop(alive.device, None)
+    def _objection(self, said: Alive | Pulse, key: str) -> str:
+        """Return why this heartbeat, sent by the host with `key`, does not count; "" if it does.
+
+        Learn from a report how its host takes news.
+        """
+        if isinstance(said, Pulse):
+            is_enrolled = self.roster.has_key(said.device, key)
+            return "" if is_enrolled else f"{said.device} is not enrolled with the sender's key"
+        if not (objection := self.roster.objection(said)):
+            self.routes[said.device] = _route(said, key)
+        return objection
 
     def _is_newest(self, said: Alive | Pulse) -> bool:
         sent = said.incarnation, said.sent_us
@@ -224,7 +223,7 @@ class Scheduler(Loop):
         If a device's rows have changed, there may be more to say: its report is then recorded once
         more.
         """
-        texts = dict[str, str]()
+        news = dict[str, list[JSON]]()
         if self.quiet.waiting:
             asked, others, renewed = self._renewed()
             for beat, report in asked:
@@ -233,36 +232,30 @@ class Scheduler(Loop):
                     others.append(beat)
                     continue
                 self.quiet.renewed(beat, txid)
-                texts[beat.device] = self._answered_again(beat, report)
+                news[beat.device] = [encode(self._answered_again(beat, report))]
             for beat in others:
                 self._record_again(beat)
         wanted, self.wanted = self.wanted, {}
         for device, message in wanted.items():
-            texts[device] = self._sealed(device, message)
-        if texts:
-            outbox.post_all(texts)
+            news[device] = [encode(message)]
+        if news:
+            outbox.post_news(news, self.routes)
 
-    def _answered_again(self, beat: Beat, report: AcknowledgedReport) -> str:
-        """Return the message that answers a pulse: short if the device has the same answer."""
+    def _answered_again(self, beat: Beat, report: AcknowledgedReport) -> Answer | LeaseRenewal:
+        """Return what answers a pulse: a short message if the device has the same answer."""
         answer, device = self._as_planned(self._paced(report)), beat.device
         is_numbered = self.quiet.is_numbered(device)
         if not is_numbered and (old := self.unnumbered.get(device)) is not None:
             old.renewed()
         if is_numbered and answer is report.answer and beat.answer_us == answer.sent_us:
-            renewal = LeaseRenewal(
+            return LeaseRenewal(
                 device=device,
                 incarnation=beat.incarnation,
                 sent_us=beat.sent_us,
                 answer=beat.answer_us,
             )
-            host = self.host_keys.get(device, "")
-            return sealed_renewal(outbox.message_keys(), renewal, to=host)
         report.answer = replace(answer, sent_us=beat.sent_us)
-        return self._sealed(device, report.answer)
-
-    def _sealed(self, device: str, message: Answer | ReportWanted) -> str:
-        host = self.host_keys.get(device, "")
-        return sealed_news(outbox.message_keys(), device, [encode(message)], to=host)
+        return report.answer
 
     def _renewed(self) -> tuple[list[tuple[Beat, AcknowledgedReport]], list[Beat], dict[str, str]]:
         """Renew the leases for the waiting pulses.
@@ -646,10 +639,19 @@ class Scheduler(Loop):
             self.follower.look_at_devices(session)
 
     def _send(self, answers: list[Answer], due: list[OutboxOrder]) -> None:
-        if unsent := outbox.send(answers, due, self.host_keys):
+        if unsent := outbox.send(answers, due, self.routes):
             self.resend_s = 0.0
             with transactions.transaction() as session:
                 outbox.mark_unsent(session, unsent)
+
+
+def _route(alive: Alive, key: str) -> NewsRoute:
+    """Return how news for the device that sent this report go to its host, whose key is `key`."""
+    facts = alive.facts
+    if not (announced := facts.get("exchange_key")):
+        return NO_ROUTE
+    outbox.message_keys().learn(key, announced)
+    return NewsRoute(key=key, host=facts["host"] if facts.get("host_news") else "")
 
 
 def _check_key(row: Island) -> None:

@@ -3,26 +3,30 @@
 A `HeartbeatSender` is a thread that sends the newest report that it was given. Sending may block
 while Redis is away, and the supervisor must not block. A report that could not be sent is
 discarded: the next report includes all that was in it.
+
+The devices of a host report at the same times (`Rhythm`), and their pulses go in one message
+(`PulseGatherer`).
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from app.core.device.sent_reports import SentReports
-from app.core.model.protocol.messages import Alive, Answer, Pulse
+from app.core.model.protocol.messages import Alive, Answer, HostPulses, Pulse
 
 log = logging.getLogger(__name__)
 
 LOGS_LIMIT_BYTES = 64 * 1024  # limit of log lines in one report
 SOON_S = 0.1  # wait so long that events of the same moment share a report
-SOONEST_PART, UNANSWERED_PART = 0.5, 0.25  # of a slower beat
+SOONEST_PART, UNANSWERED_PART = 0.25, 0.25  # of a beat
+GATHER_S = 0.05  # wait so long for the pulses of the host's other devices
 CHATTER_S = 0.5  # log lines, metrics and progress are reported at most this often
 
 
@@ -43,17 +47,19 @@ class Rhythm:
     """Decides when the next report is due: at once after an event, a little later after chatter,
     otherwise every `beat_us`.
 
-    An island of many devices asks for a slower beat. Then a report comes at a random time within
-    the beat, so that devices which began together do not go on together. After a report that was
-    not answered, the next one comes sooner.
+    The times of a beat are the same for all devices of a host, and others for each host, so that
+    hosts which began together do not go on together. A device that has just reported leaves one
+    out. An island of many devices asks for a slower beat. After a report that was not answered, the
+    next one comes sooner.
 
     Chatter (log lines, metrics, progress) waits for the answer to the previous report, so that a
     talkative job never piles up reports for an unreachable island.
     """
 
-    def __init__(self, beat_us: int) -> None:
+    def __init__(self, beat_us: int, *, host: str = "") -> None:
         self.own_us = self.beat_us = beat_us
-        self.next_us = beat_us  # after the last report, if that was answered
+        self.phase = zlib.crc32(host.encode()) / 2**32  # of a beat
+        self.next_us = 0  # time of the next report, if the last one was answered
         self.sent_us = -beat_us
         self.happened = False
         self.chatter = False
@@ -71,25 +77,27 @@ class Rhythm:
             return 0
         is_answered = answered_us >= self.sent_us
         again_us = max(self.own_us, int(self.beat_us * UNANSWERED_PART))
-        due_us = self.sent_us + (self.next_us if is_answered else again_us)
+        due_us = self.next_us if is_answered else self.sent_us + again_us
         if self.chatter and is_answered:
             due_us = self.sent_us + int(CHATTER_S * 1e6)
         return due_us if self.soon_us is None else min(due_us, self.soon_us)
 
     def reported(self, now_us: int) -> None:
         self.sent_us, self.happened, self.chatter = now_us, False, False
-        self.soon_us, self.next_us = None, self._drawn_us()
+        self.soon_us, self.next_us = None, self._next_us(now_us)
 
     def set_pace(self, beat_us: int) -> None:
         """Report within the time for which the island asks; 0: within the device's own beat."""
         if (beat_us := max(self.own_us, beat_us)) != self.beat_us:
             self.beat_us = beat_us
-            self.next_us = self._drawn_us()
+            self.next_us = self._next_us(self.sent_us)
 
-    def _drawn_us(self) -> int:
-        if self.beat_us == self.own_us:
-            return self.own_us
-        return int(self.beat_us * random.uniform(SOONEST_PART, 1.0))
+    def _next_us(self, now_us: int) -> int:
+        """Return the host's next time of a beat that is not too soon after `now_us`."""
+        first_us = int(self.phase * self.beat_us)
+        soonest_us = now_us + int(self.beat_us * SOONEST_PART)
+        beats = -((first_us - soonest_us) // self.beat_us)
+        return first_us + beats * self.beat_us
 
 
 class HeartbeatSender(threading.Thread):
@@ -171,3 +179,54 @@ class HeartbeatSender(threading.Thread):
         if self._failing:
             log.warning("reports reach the island again")
         self._failing = False
+
+
+class PulseGatherer:
+    """Sends the pulses that several threads have at almost the same time in one message.
+
+    The first thread waits a moment for the others and sends for all. Each thread learns whether its
+    pulse was sent.
+    """
+
+    def __init__(self, publish: Callable[[Pulse | HostPulses], None], *, most: int) -> None:
+        self.publish, self.most = publish, most
+        self._changed = threading.Condition()
+        self._batch = _Batch()
+
+    def send(self, pulse: Pulse) -> None:
+        """Publish the pulse with those of others; raises what `publish` raises."""
+        with self._changed:
+            batch = self._batch
+            is_first = not batch.pulses
+            batch.pulses.append(pulse)
+            self._changed.notify_all()
+            if is_first:
+                self._changed.wait_for(lambda: len(batch.pulses) >= self.most, GATHER_S)
+                self._batch = _Batch()
+            else:
+                self._changed.wait_for(lambda: batch.is_over)
+        if is_first:
+            self._publish(batch)
+        elif batch.error is not None:
+            raise ConnectionError(f"the pulses of this host were not sent: {batch.error}")
+
+    def _publish(self, batch: _Batch) -> None:
+        pulses = batch.pulses
+        try:
+            self.publish(HostPulses.of(pulses) if len(pulses) > 1 else pulses[0])
+        except Exception as error:
+            batch.error = error
+            raise
+        finally:
+            with self._changed:
+                batch.is_over = True
+                self._changed.notify_all()
+
+
+class _Batch:
+    """Holds the pulses of one message."""
+
+    def __init__(self) -> None:
+        self.pulses: list[Pulse] = []
+        self.is_over = False
+        self.error: Exception | None = None

@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.core.model.protocol.messages import Alive
 from app.core.model.protocol.wellformed import SENTENCE_MOST, BadMessage
-from app.messaging.signed_messages import Mail, claimed_device
+from app.messaging.signed_messages import Mail
 from workers.device.heartbeat import HeartbeatTransport, now_us
 from workers.device.supervisor import LEAVE_S, Supervisor
 from workers.transfer.host_context import CannotServe, House
@@ -31,21 +32,23 @@ AGAIN_S, AGAIN_MOST_S = 1.0, 60.0  # wait before a device is tried again; double
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDevice:
-    """A device of the host: how its context is made, which tries the device out, and what connects
-    it with its island.
+    """A device of the host: how its context is made, which tries the device out, and what takes its
+    heartbeats to its island.
     """
 
     id: str
     find: Callable[[], House]  # raises CannotServe
     describe: Callable[[], House]  # without the device, which was not found
-    connect: Callable[[House], tuple[Mail, HeartbeatTransport]]
+    transport: HeartbeatTransport
 
 
 class HostDevices:
     """Keeps all devices of a host served. Each method may be called by any thread."""
 
-    def __init__(self, devices: Sequence[HostDevice], *, end_process: Callable[[], None]) -> None:
-        self.end_process = end_process
+    def __init__(
+        self, devices: Sequence[HostDevice], mail: Mail, *, end_process: Callable[[], None]
+    ) -> None:
+        self.mail, self.end_process = mail, end_process
         self.stopping = threading.Event()
         self.services: Mapping[str, ServedDevice] = {
             device.id: ServedDevice(device, self) for device in devices
@@ -64,11 +67,12 @@ class HostDevices:
             device.wait_until_left()
 
     def receive(self, text: str) -> None:
-        """Pass news on to the device for which it is. Raises BadSignature or BadMessage."""
-        name = claimed_device(text)
-        if (device := self.services.get(name)) is None:
-            raise BadMessage(f"the message is for {name!r:.99}, which this worker does not serve")
-        device.receive(text)
+        """Pass news on to the devices for which they are. Raises BadSignature or BadMessage."""
+        news = self.mail.opened(text)
+        for name in self.services.keys() & news.keys():
+            self.services[name].receive(news[name])
+        if others := sorted(news.keys() - self.services.keys()):
+            raise BadMessage(f"the message is for {others[0]}, which this worker does not serve")
 
     def note_failure(self) -> None:
         """End the process if no device is served any more."""
@@ -85,7 +89,7 @@ class ServedDevice(threading.Thread):
         super().__init__(name=f"service of {device.id}", daemon=True)
         self.device, self.host = device, host
         self.has_failed = False
-        self._served: tuple[Mail, Supervisor] | None = None
+        self._served: Supervisor | None = None
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -106,7 +110,7 @@ class ServedDevice(threading.Thread):
     def is_lost(self) -> bool:
         """True if the device has failed and is not served again."""
         served = self._served
-        return self.has_failed and not (served is not None and served[1].serves)
+        return self.has_failed and not (served is not None and served.serves)
 
     def _serve(self) -> str:
         """Serve the device until its supervisor ends; return why it failed, or "" if it left
@@ -139,9 +143,8 @@ class ServedDevice(threading.Thread):
         told = " ".join(failure.split())[: SENTENCE_MOST - 1].rstrip(".")
         try:
             house = self.device.describe()
-            _, transport = self.device.connect(house)
             facts = {**house.facts, "failed": f"{told}.", "leaving": True}
-            transport.send(
+            self.device.transport.send(
                 Alive(
                     device=house.device,
                     incarnation=house.incarnation,
@@ -158,31 +161,30 @@ class ServedDevice(threading.Thread):
     def _begin(self) -> Supervisor | None:
         """Find the device and start a supervisor; None if the host is to stop."""
         house = self.device.find()
-        mail, transport = self.device.connect(house)
+        transport = self.device.transport
         supervisor = Supervisor(house, transport, on_fatal=lambda: self._note_fault(supervisor))
         with self._lock:
             if self.host.stopping.is_set():
                 return None
             supervisor.start()
-            self._served = mail, supervisor
+            self._served = supervisor
             return supervisor
 
     def _note_fault(self, supervisor: Supervisor) -> None:
         if not supervisor.failure:  # it hangs
             self.host.end_process()
 
-    def receive(self, text: str) -> None:
-        if (served := self._served) is None:
+    def receive(self, news: Sequence[Any]) -> None:
+        if (supervisor := self._served) is None:
             return  # the island says it again
-        mail, supervisor = served
-        for message in mail.opened(text):
+        for message in news:
             supervisor.receive(message)
 
     def ask_to_leave(self) -> None:
         with self._lock:
             if self._served is not None:
-                self._served[1].ask_to_leave()
+                self._served.ask_to_leave()
 
     def wait_until_left(self) -> None:
         if (served := self._served) is not None:
-            served[1].join(served[1].house.drain_s + LEAVE_S)
+            served.join(served.house.drain_s + LEAVE_S)

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def celery_words(host: str, devices: Iterable[str]) -> list[str]:
     """Return the command that serves the devices, after `python -m`."""
-    queues = ",".join(map(broker.device_queue, devices))
+    queues = ",".join(map(broker.device_queue, [host, *devices]))
     words = ["celery", "-A", "workers.device.worker", "worker", "--pool", "threads", "-c", "2"]
     return [*words, "-Q", queues, "-n", f"host.{host}@%h", "-l", "WARNING"]
 

@@ -110,7 +110,7 @@ class Supervisor(threading.Thread):
         self._lock_fd = -1
         self._device_fd: int | None = None
         self.watchdog = Watchdog(self._end_at_once)
-        self.rhythm = Rhythm(int(house.beat_s * 1e6))
+        self.rhythm = Rhythm(int(house.beat_s * 1e6), host=house.host)
         self.trust = Trust()
         self.stop_by_us: int | None = None  # when a stopping worker ends at the latest
         self.lookout = Lookout(house, self._look_around)

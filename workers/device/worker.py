@@ -1,27 +1,34 @@
 """Runs the Celery worker of a host. It serves the host's devices, and its messages only wake them.
 
-    celery -A workers.device.worker worker --pool threads -c 2 -Q device.<id>,device.<id>
+    celery -A workers.device.worker worker --pool threads -c 2 -Q device.<host>,device.<id>,...
 
 Orders and answers that the island signed go into the inbox of the device's supervisor
 (`workers.device.supervisor`).  Nothing else happens in this module.  The reports of the devices are
 proved by a key of their host.  This module imports no torch and opens no database.
+
+The island sends the news of all devices in one message, to the queue of the host, if the worker
+reads this queue.  The queues of the devices get what other islands and the API send.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Container
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from celery import bootsteps
 
-from app.core.model.protocol.messages import Alive, Pulse
+from app.core.model.protocol.messages import Alive, HostPulses, Pulse
 from app.core.model.protocol.wellformed import BadMessage
 from app.messaging import broker
+from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import Mail, sealed_heartbeat
 from app.settings import Settings, settings
-from app.storage.signing import BadSignature, public_key
+from app.storage.signing import BadSignature, Signer, public_key
 from workers.device.device_check import find_device
+from workers.device.heartbeat import PulseGatherer
 from workers.device.host_devices import HostDevice, HostDevices
 from workers.process.celery_inbox import hears
 from workers.process.isolation.device_access import FoundDevice
@@ -33,12 +40,19 @@ celery = broker.make_celery("device", settings().redis_url.get_secret_value(), s
 
 
 class ToIsland:
-    """Sends heartbeats to the island's queue, sealed, as hints that may be lost."""
+    """Sends the heartbeats of a host to the island's queue, sealed, as hints that may be lost."""
 
-    def __init__(self, island: str, mail: Mail) -> None:
+    def __init__(self, island: str, mail: Mail, *, devices: int) -> None:
         self.queue, self.mail = broker.island_queue(island), mail
+        self.pulses = PulseGatherer(self._publish, most=devices)
 
     def send(self, heartbeat: Alive | Pulse) -> None:
+        if isinstance(heartbeat, Pulse):
+            self.pulses.send(heartbeat)
+        else:
+            self._publish(heartbeat)
+
+    def _publish(self, heartbeat: Alive | Pulse | HostPulses) -> None:
         text = sealed_heartbeat(self.mail.keys, heartbeat, to=self.mail.addressee())
         broker.send(celery, broker.ISLAND_ALIVE, self.queue, text)
 
@@ -59,7 +73,11 @@ class Serve(bootsteps.StartStopStep):
         except CannotServe as error:
             log.critical("%s", error)
             _end()
-        Serve.host = HostDevices([_device(one, island_key) for one in devices], end_process=_end)
+        mail = Mail(MessageKeys(Signer.at(settings().host_key_file)), island_key)
+        to_island = ToIsland(settings().island, mail, devices=len(devices))
+        reads = parent.app.amqp.queues.consume_from
+        served = [_device(one, reads, to_island) for one in devices]
+        Serve.host = HostDevices(served, mail, end_process=_end)
         Serve.host.start()
 
     def stop(self, parent: Any) -> None:
@@ -70,18 +88,19 @@ class Serve(bootsteps.StartStopStep):
         self.stop(parent)
 
 
-def _device(settings: Settings, island_key: str) -> HostDevice:
-    def connect(house: House) -> tuple[Mail, ToIsland]:
-        mail = Mail(house.message_keys, house.device, island_key)
-        return mail, ToIsland(house.island, mail)
+def _device(settings: Settings, reads: Container[str], to_island: ToIsland) -> HostDevice:
+    """Describe a device of this worker, which reads these queues."""
 
-    def find() -> House:
-        return House.of(settings, find_device(settings))
+    def house(found: FoundDevice) -> House:
+        made = House.of(settings, found)
+        return replace(made, host_news=broker.device_queue(made.host) in reads)
 
-    def describe() -> House:
-        return House.of(settings, FoundDevice())
-
-    return HostDevice(id=settings.device, find=find, describe=describe, connect=connect)
+    return HostDevice(
+        id=settings.device,
+        find=lambda: house(find_device(settings)),
+        describe=lambda: house(FoundDevice()),
+        transport=to_island,
+    )
 
 
 def _island_key() -> str:

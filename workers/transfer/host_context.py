@@ -95,6 +95,7 @@ class House:
     egress: bool = True  # tasks may reach the network, where the sandbox keeps them apart
     egress_private: str = ""  # networks that tasks may reach although these are not public
     egress_hosts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> addresses
+    host_news: bool = False  # the worker reads the queue of its host
     address: str = "127.0.0.1"  # address at which other hosts reach this host
     incarnation: str = field(default_factory=lambda: _incarnation(0))
     # control groups of programs that build packages and unpack images
@@ -152,6 +153,11 @@ class House:
             incarnation=next_incarnation(settings.home / "run" / f"{settings.device}.incarnation"),
             address=settings.address or _address_towards(settings.redis_url.get_secret_value()),
         )
+
+    @property
+    def host(self) -> str:
+        """The name of the host in that of the device."""
+        return self.device.rpartition(".")[0] or self.device
 
     @property
     def folder(self) -> Path:
@@ -235,7 +241,7 @@ class House:
     @property
     def facts(self) -> JSON:
         return {
-            "host": self.device.rpartition(".")[0] or self.device,
+            "host": self.host,
             "island": self.island,
             "kind": self.kind,
             **({"model": self.model, "uuid": self.access.id} if self.model else {}),
@@ -258,6 +264,7 @@ class House:
             "request": True,  # and with its request
             "paced": True,  # the worker takes an answer that says when to report again
             "pulses": True,  # the worker takes an answer that lets it send a Pulse
+            **({"host_news": True} if self.host_news else {}),
             "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation", SHARING_NEED],
         }
 

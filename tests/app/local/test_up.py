@@ -51,7 +51,10 @@ def test_worker_of_each_host_is_told_its_devices_and_no_password(tmp_path: Path)
         "local-2.2=cpu,local-2.3=cuda:1",
     ]
     queues = [spec.command[spec.command.index("-Q") + 1] for spec in specs]
-    assert queues == ["device.local.0,device.local.1", "device.local-2.2,device.local-2.3"]
+    assert queues == [
+        "device.local,device.local.0,device.local.1",
+        "device.local-2,device.local-2.2,device.local-2.3",
+    ]
     assert all("DATABASE_URL" not in spec.env for spec in specs)
 
 

@@ -1,4 +1,4 @@
-"""An island in a process of its own, which is killed, and devices that send pulses."""
+"""An island in a process of its own, which is killed, and devices that send pulses together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.settings import settings
 from app.storage.signing import Signer
 from benchmarks.devices import ISLAND, Fleet, fill_island, island_process
 
-DEVICES, PATIENCE_S = 8, 120.0
+DEVICES, HOST_DEVICES, PATIENCE_S = 8, 4, 120.0
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def term_now():
 @pytest.mark.slow
 def test_a_new_leader_asks_each_device_for_its_report_and_loses_no_task(world):
     home, keys, at = world
-    fleet = Fleet(DEVICES, keys, at)
+    fleet = Fleet(DEVICES, keys, at, each=HOST_DEVICES)
     with island_process(home, ISLAND) as island:
         play_until(fleet, lambda: fleet.running() == DEVICES)
         play_until(fleet, lambda: fleet.pulses >= 3 * DEVICES)

@@ -9,9 +9,10 @@ import pytest
 
 from app.core.device.device_records import StayRecord
 from app.core.device.lease import Lease
-from app.core.model.protocol.messages import Alive, Answer
+from app.core.model.protocol.messages import Alive, Answer, HostPulses, Pulse
 from tests.launches import launch_of
-from workers.device.heartbeat import CHATTER_S, SOON_S, HeartbeatSender, Rhythm
+from workers.device import heartbeat
+from workers.device.heartbeat import CHATTER_S, SOON_S, HeartbeatSender, PulseGatherer, Rhythm
 from workers.device.stay import Stay
 
 ALIVE = Alive(device="h.0", incarnation="1", sent_us=0, facts={}, residents=[], events=[], logs=[])
@@ -61,21 +62,35 @@ def test_events_that_follow_at_once_are_reported_together():
     rhythm.happened = True
     assert rhythm.due_us(10_000_000) == 0
     rhythm.reported(10_260_000)
-    assert rhythm.due_us(10_000_000) == 12_260_000
+    assert rhythm.due_us(10_260_000) == 12_000_000
     rhythm.soon(10_300_000, is_followed=True)
     assert rhythm.due_us(10_000_000) == 10_300_000 + int(CHATTER_S * 1e6)
 
 
-def test_device_reports_at_random_times_within_a_slower_beat_of_its_island():
-    rhythm, found = Rhythm(2_000_000), []
+def test_devices_of_a_host_report_at_the_same_times_and_those_of_others_at_other_times():
+    def dues(host, sent_us, beat_us):
+        rhythm = Rhythm(2_000_000, host=host)
+        rhythm.set_pace(beat_us)
+        rhythm.reported(sent_us)
+        return rhythm.due_us(sent_us)
+
+    for beat_us in (2_000_000, 26_000_000):
+        for sent_us in range(10**8, 10**8 + 2 * beat_us, 77_777):
+            due_us = dues("h", sent_us, beat_us)
+            assert beat_us // 4 <= due_us - sent_us <= 1.25 * beat_us
+            assert (due_us - dues("h", 10**8, beat_us)) % beat_us == 0
+        phases = {dues(f"h{n}", 10**8, beat_us) % beat_us * 10 // beat_us for n in range(100)}
+        assert phases == set(range(10))
+
+
+def test_device_whose_report_was_not_answered_reports_sooner_than_a_slow_beat():
+    rhythm = Rhythm(2_000_000)
     rhythm.set_pace(26_000_000)
-    for _ in range(100):
-        rhythm.reported(10_000_000)
-        found.append(rhythm.due_us(10_000_000) - 10_000_000)
-    assert 13_000_000 <= min(found) < 16_000_000 < 23_000_000 < max(found) <= 26_000_000
-    assert rhythm.due_us(9_000_000) == 16_500_000  # the last one was not answered: sooner
+    rhythm.reported(10_000_000)
+    assert rhythm.due_us(9_000_000) == 16_500_000
+    due_us = rhythm.due_us(10_000_000)
     rhythm.set_pace(26_000_000)
-    assert rhythm.due_us(10_000_000) - 10_000_000 == found[-1]  # told again: as it was
+    assert rhythm.due_us(10_000_000) == due_us  # told again: as it was
 
 
 @pytest.mark.parametrize("told_us", [0, 1_000_000])
@@ -101,6 +116,57 @@ class Line:
         if self.is_down:
             raise ConnectionError("no line")
         self.sent.append(alive)
+
+
+def a_pulse(device: str) -> Pulse:
+    return Pulse(device=device, incarnation="1", sent_us=3, report=1, answer=1, progress=[])
+
+
+class TestPulsesOfAHost:
+    def sent_at_once(self, gatherer, names):
+        """Send a pulse of each device by a thread of its own; return what each of them raised."""
+        raised, together = [], threading.Barrier(len(names))
+
+        def send(name):
+            together.wait()
+            try:
+                gatherer.send(a_pulse(name))
+            except ConnectionError as error:
+                raised.append(str(error))
+
+        threads = [threading.Thread(target=send, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return raised
+
+    def test_each_pulse_is_sent_once_and_those_of_one_moment_together(self, monkeypatch):
+        monkeypatch.setattr(heartbeat, "GATHER_S", 60.0)
+        sent: list[Pulse | HostPulses] = []
+        gatherer = PulseGatherer(sent.append, most=3)
+        names = ["h.2", "h.0", "h.1"]
+        assert self.sent_at_once(gatherer, names) == []
+        assert sent == [HostPulses.of(map(a_pulse, names))]
+        assert self.sent_at_once(gatherer, names) == []
+        assert len(sent) == 2
+
+    def test_pulse_without_others_is_sent_alone(self):
+        sent: list[Pulse | HostPulses] = []
+        PulseGatherer(sent.append, most=3).send(a_pulse("h.0"))
+        assert sent == [a_pulse("h.0")]
+
+    def test_all_learn_that_their_pulses_were_not_sent(self, monkeypatch):
+        monkeypatch.setattr(heartbeat, "GATHER_S", 60.0)
+
+        def down(message):
+            raise ConnectionError("no line")
+
+        gatherer = PulseGatherer(down, most=3)
+        raised = self.sent_at_once(gatherer, ["h.0", "h.1", "h.2"])
+        assert len(raised) == 3
+        assert all("no line" in each for each in raised)
 
 
 @pytest.fixture

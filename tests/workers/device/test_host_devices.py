@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.core.model.protocol.messages import Alive, Finished, decode, encode
+from app.core.model.protocol.messages import Alive, Cancel, Finished, decode, encode
 from app.core.model.protocol.wellformed import BadMessage
 from app.messaging.message_keys import MessageKeys
-from app.messaging.signed_messages import Mail, sealed_news
+from app.messaging.signed_messages import Mail, sealed_host_news, sealed_news
 from app.settings import Settings
-from app.storage.signing import Signer
+from app.storage.signing import BadSignature, Signer
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 from workers.device.host_devices import HostDevice, HostDevices, ServedDevice
 from workers.device.supervisor import Supervisor
@@ -39,7 +40,7 @@ class KeptRig(DeviceRig):
         while (served := self.service._served) is None:
             assert time.monotonic() < until_s
             time.sleep(0.02)
-        return served[1]
+        return served
 
     def send(self, alive: Alive) -> None:
         if alive.facts.get("failed"):
@@ -60,10 +61,7 @@ class KeptRig(DeviceRig):
 
     def device(self, find: Callable[[], House]) -> HostDevice:
         id = self.house.device
-        return HostDevice(id=id, find=find, describe=self.describe, connect=self.connect)
-
-    def connect(self, house: House) -> tuple[Mail, DeviceRig]:
-        return Mail(house.message_keys, house.device, "no island"), self
+        return HostDevice(id=id, find=find, describe=self.describe, transport=self)
 
 
 class Host:
@@ -73,7 +71,9 @@ class Host:
         self.ended = threading.Event()
         self.rigs = [KeptRig(home, device=f"h.{n}") for n in range(count)]
         devices = [rig.device(rig.find) for rig in self.rigs]
-        self.served = HostDevices(devices, end_process=self.ended.set)
+        self.island = MessageKeys(Signer.at(home / "island.key"))
+        mail = Mail(MessageKeys(Signer.at(home / "host.key")), self.island.public)
+        self.served = HostDevices(devices, mail, end_process=self.ended.set)
         for rig in self.rigs:
             rig.service = self.served.services[rig.house.device]
 
@@ -207,15 +207,26 @@ def test_stop_lets_all_devices_leave_at_the_same_time(hosts):
 
 
 class TestNews:
-    def test_news_for_a_device_of_another_worker_are_refused(self, hosts, tmp_path):
+    def test_news_go_to_each_device_that_is_served(self, hosts):
+        host = hosts(2)
+        host.served.start()
+        first, other = (rig.supervisor for rig in host.rigs)
+        got: list[tuple[int, Any]] = []
+        first.receive = lambda message: got.append((0, message))
+        other.receive = lambda message: got.append((1, message))
+        told = [Cancel(task=f"t{n}", epoch=1, seq=1) for n in range(3)]
+        news = {"h.0": [encode(told[0])], "h.1": [encode(told[1]), encode(told[2])]}
+        host.served.receive(sealed_host_news(host.island, news))
+        assert sorted(got, key=str) == [(0, told[0]), (1, told[1]), (1, told[2])]
+
+    def test_news_for_a_device_of_another_worker_are_refused(self, hosts):
         host = hosts(1)
-        island = MessageKeys(Signer.at(tmp_path / "island.key"))
-        text = sealed_news(island, "elsewhere.0", [])
-        with pytest.raises(BadMessage, match=r"'elsewhere\.0', which this worker does not serve"):
+        text = sealed_news(host.island, "elsewhere.0", [])
+        with pytest.raises(BadMessage, match=r"elsewhere\.0, which this worker does not serve"):
             host.served.receive(text)
 
-    def test_text_that_names_no_device_is_refused(self, hosts):
-        with pytest.raises(BadMessage, match="for ''"):
+    def test_text_that_is_no_news_is_refused(self, hosts):
+        with pytest.raises(BadSignature):
             hosts(1).served.receive("key\nproof\ngarbage")
 
 

@@ -68,12 +68,12 @@ class TestNumbers:
 
 
 class TestCommand:
-    def test_command_becomes_one_worker_with_the_queues_of_all_devices(self, executed):
+    def test_command_becomes_one_worker_with_the_queues_of_the_host_and_its_devices(self, executed):
         host_worker.main(["--host", "host-b", "--device", "cuda:GPU-1", "--cpus", "2"])
         assert os.environ["ROUNDHOUSE_DEVICES"] == "host-b.0=cuda:GPU-1,host-b.1=cpu,host-b.2=cpu"
         [(program, words)] = executed
         assert program == words[0] == sys.executable
-        queues = "device.host-b.0,device.host-b.1,device.host-b.2"
+        queues = "device.host-b,device.host-b.0,device.host-b.1,device.host-b.2"
         assert " ".join(words[1:]) == (
             "-m celery -A workers.device.worker worker --pool threads -c 2"
             f" -Q {queues} -n host.host-b@%h -l WARNING"

@@ -8,7 +8,8 @@ make that harmless:
   and log line that is not acknowledged yet. A lost report only delays these to the next one.
 * A `Pulse` says that an acknowledged report still holds, and how far its tasks are. The report's
   number is the time when it was sent. An island that does not know the number, or may have lost
-  something, asks for the whole report (`ReportWanted`). Reports and pulses are *heartbeats*.
+  something, asks for the whole report (`ReportWanted`). Reports and pulses are *heartbeats*. The
+  pulses of a host's devices go in one message (`HostPulses`), and so do the answers to them.
 * The `Answer` to a report says until when the device may continue (its lease), which events
   arrived, and which of the named residents belong to an older epoch and must be dropped.
 
@@ -25,6 +26,7 @@ well formed, so no later code has to check a name again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -382,7 +384,8 @@ class Alive:
     # and "user" say that a Launch may have these fields here. "exchange_key" is the key that the
     # host announces (`app.messaging.message_keys`). "mounts" is the hash of the mounts that the
     # host knows, if it may show any (`provisions.mounts`); "images" is the same for container
-    # images. "offers" is what the host can do and tasks may need. "clock_began_s" is the time of
+    # images. "host_news" says that the news for all devices of the host go to the host's own queue.
+    # "offers" is what the host can do and tasks may need. "clock_began_s" is the time of
     # the host's wall clock at which its monotonic clock was 0; it is shown, and decides nothing.
     facts: JSON
     residents: list[ResidentView]
@@ -417,6 +420,46 @@ class Pulse:
     answer: int  # `sent_us` of the newest Answer that the device has
     # [step, held_us, staged_us] of each resident, in the order of the report
     progress: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPulses:
+    """Carries the pulses of several devices of one host, in one message.
+
+    The message names its devices before its time: a later message with the same names takes its
+    place.
+    """
+
+    processes: list[list[str]]  # [device, incarnation] of each pulse
+    sent_us: int  # that of the newest pulse
+    pulses: list[list[Any]]  # [sent_us, report, answer, progress] of each, as in a Pulse
+
+    @classmethod
+    def of(cls, pulses: Iterable[Pulse]) -> HostPulses:
+        ordered = sorted(pulses, key=lambda pulse: pulse.device)
+        return cls(
+            processes=[[pulse.device, pulse.incarnation] for pulse in ordered],
+            sent_us=max(pulse.sent_us for pulse in ordered),
+            pulses=[[it.sent_us, it.report, it.answer, it.progress] for it in ordered],
+        )
+
+    def each(self) -> list[Pulse]:
+        """Return the pulses; raises BadMessage if one has no process, or a process has none."""
+        if len(self.processes) != len(self.pulses):
+            raise BadMessage(f"{len(self.processes)} processes, {len(self.pulses)} pulses")
+        return [
+            Pulse(
+                device=device,
+                incarnation=incarnation,
+                sent_us=sent_us,
+                report=report,
+                answer=answer,
+                progress=progress,
+            )
+            for (device, incarnation), (sent_us, report, answer, progress) in zip(
+                self.processes, self.pulses, strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,7 +586,7 @@ _KINDS: dict[str, type] = {
     for kind in (
         Launch, Pause, Save, Resize, Cancel,
         Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
-        ResidentView, LogLines, Alive, Pulse, Given, Answer, LeaseRenewal, ReportWanted,
+        ResidentView, LogLines, Alive, Pulse, HostPulses, Given, Answer, LeaseRenewal, ReportWanted,
     )
 }  # fmt: skip
 

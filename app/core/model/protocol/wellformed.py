@@ -160,8 +160,21 @@ def _is_progress(value: Any) -> bool:
     return all(type(count) is int and 0 <= count < PROGRESS_MOST for count in value)
 
 
+def _is_process(value: Any) -> bool:
+    """True if the value is a list [device, incarnation]."""
+    return isinstance(value, list) and len(value) == 2 and is_id(value[0]) and _is_name(value[1])
+
+
+def _is_pulse(value: Any) -> bool:
+    """True if the value is a list [sent_us, report, answer, progress]."""
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    return all(map(_is_count, value[:3])) and _are_progresses(value[3])
+
+
 is_id, is_word, is_address = _text(_ID), _text(_WORD), _text(_ADDRESS)
-_is_need = _text(NEED)
+_is_need, _is_name = _text(NEED), _text(_PROCESS)
+_are_progresses = _each(_is_progress)
 _is_hash, _is_bundle = _text(_HASH), _text(_HASH, or_none=True)
 _COPY = _object({"place": _is_place, "key": _is_hash})
 _KEPT: dict[str, Check] = {"sha256": _is_hash, "size_bytes": _is_count}
@@ -231,6 +244,7 @@ _FACTS = _object(
         "image_key": lambda value: isinstance(value, bool),
         "paced": lambda value: isinstance(value, bool),
         "pulses": lambda value: isinstance(value, bool),
+        "host_news": lambda value: isinstance(value, bool),
         "user": lambda value: isinstance(value, bool),
         "ranks_apart": lambda value: isinstance(value, bool),
         "held_bytes": _by_name(is_id, lambda pair: _each(_is_count)(pair) and len(pair) == 2),
@@ -259,7 +273,8 @@ FIELDS: dict[str, Check] = {
     "epoch": _is_count,
     "seq": _is_count,
     "device": is_id,
-    "incarnation": _text(_PROCESS),
+    "incarnation": _is_name,
+    "processes": _each(_is_process),
     "sent_us": _is_count,
     "step": _is_count,
     "held_us": _is_count,
@@ -299,7 +314,7 @@ FIELDS: dict[str, Check] = {
     "guest_bytes": _is_count,
     "report": _is_count,
     "answer": _is_count,
-    "progress": _each(_is_progress),
+    "progress": _are_progresses,
     "mounts": _by_name(is_id, is_path),
     "root": lambda value: value == "" or is_path(value),
     "environments": _each(_is_hash),
@@ -331,6 +346,7 @@ ELSEWHERE: dict[tuple[str, str], Check] = {
     ("Launch", "links"): _JOINED,
     ("Resize", "links"): _JOINED,
     ("Alive", "links"): _is_place,
+    ("HostPulses", "pulses"): _each(_is_pulse),
     ("Answer", "images"): _by_name(is_id, is_path),
     ("Launch", "mounts"): _by_name(is_path, is_path),
 }

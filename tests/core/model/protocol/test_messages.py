@@ -98,6 +98,8 @@ NAMED: dict[str, Any] = {
     "Answer.images": {"ubuntu": "/srv/ubuntu"},
     "environments": [HASH],
     "exit_status": 137,
+    "HostPulses.processes": [["h.0", "1"]],
+    "HostPulses.pulses": [[7, 2, 1, [[5, 10, 3]]]],
     "matched": {"NCCL.*timeout": "NCCL: a timeout after 600 s"},
 }
 
