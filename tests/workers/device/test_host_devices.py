@@ -17,10 +17,16 @@ from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import Mail, sealed_host_news, sealed_news
 from app.settings import Settings
 from app.storage.signing import BadSignature, Signer
+from tests.security.bundle.attacks import frame
+from tests.security.devices import attack, longest_silence_s
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 from workers.device.host_devices import HostDevice, HostDevices, ServedDevice
+from workers.device.processes import resident as residents
 from workers.device.supervisor import Supervisor
 from workers.transfer.host_context import CannotServe, House, locked, next_incarnation
+
+SILENCE_S = 10.0  # a lease: a device that is silent for longer is lost
+FRAME = frame({"is": "still", "step": 1})
 
 
 class KeptRig(DeviceRig):
@@ -193,6 +199,32 @@ class TestNoDevice:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [2, pytest.param(7, marks=pytest.mark.long)])
+def test_flood_of_one_device_delays_no_report_of_another(hosts, others, monkeypatch):
+    """Each resident may send 500 frames a second; here one may send what 32 of them may."""
+    monkeypatch.setattr(residents, "FRAMES_PER_S", 16_000.0)
+    monkeypatch.setattr(residents, "BYTES_PER_S", float(2**30))
+    host = hosts(1 + others)
+    host.served.start()
+    first, *quiet = host.rigs
+    attack(first, "flood", "flood_with_short_frames")
+    first.until(lambda: first.printed("flood"))
+    (flooding,) = first.supervisor.stays.residents.values()
+    began_s, before, since = time.monotonic(), flooding.wire.read_bytes, []
+    for rig in quiet:
+        since.append(len(rig.reports))
+        rig.launch(f"t{rig.house.device}", "jobs:Count", params={"steps": 500, "nap_s": 0.01})
+    for rig in quiet:
+        rig.until(lambda rig=rig: rig.all(Finished, f"t{rig.house.device}"))
+    frames = (flooding.wire.read_bytes - before) / len(FRAME)
+    assert frames / (time.monotonic() - began_s) > 1_000  # it does flood
+    for rig, count in zip(quiet, since, strict=True):
+        assert longest_silence_s(rig, count) < SILENCE_S
+        assert rig.all(Finished, f"t{rig.house.device}")[0].step == 500
+    assert all(len(host.incarnations(n)) == 1 for n in range(1 + others))
+
+
 def test_stop_lets_all_devices_leave_at_the_same_time(hosts):
     host = hosts(2)
     host.served.start()
