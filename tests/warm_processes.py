@@ -82,7 +82,7 @@ class Warm:
         kept = [theirs.fileno(), *(each.fileno() for each in asked)]
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {self.module} import main;"
         process = subprocess.Popen(
-            [sys.executable, "-B", "-u", "-c", f"{boot} main(*{kept})", " " * _WORDS_BYTES],
+            [sys.executable, "-B", "-c", f"{boot} main(*{kept})", " " * _WORDS_BYTES],
             env=self.environment,
             pass_fds=kept,
             stdin=subprocess.DEVNULL,
@@ -126,15 +126,14 @@ class Forked:
 
     def __init__(self, pid: int, pidfd: int, ended: socket.socket) -> None:
         self.pid, self.returncode = pid, None
-        self._pidfd, self._ended = pidfd, ended
+        self._pidfd, self._ended = pidfd, ended.detach()
 
     returncode: int | None
 
     def poll(self) -> int | None:
         if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
-            told = self._ended.recv(_STATUS.size)
+            told = os.read(self._ended, _STATUS.size)
             self.returncode = _STATUS.unpack(told)[0] if told else -signal.SIGKILL
-            self._ended.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -157,7 +156,7 @@ class Forked:
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         close(self._pidfd)
-        self._ended.close()
+        close(self._ended)
 
 
 # --- the warm process -----------------------------------------------------------------------------

@@ -52,7 +52,7 @@ _start_fresh = process_supervisor.start_leashed
 
 _warm = Warm(
     "tests.warm_programs",
-    dict(os.environ),
+    {**os.environ, "PYTHONUNBUFFERED": "1"},
     own_ask=True,
     asks=tuple(warm_zygotes.WARM.values()),
 )
