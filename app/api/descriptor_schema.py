@@ -16,6 +16,17 @@ from app.core.model.descriptor import ISOLATIONS
 from app.core.model.failure_causes import MOST_PATTERN, OF_RULES
 from app.core.model.fields import parser_of
 from app.core.model.provisions.artifacts import MOST_PATHS, USUAL_FOLDERS
+from app.core.model.provisions.lots import (
+    EXCLUDE,
+    MOST_AT_ONCE,
+    MOST_COMBINATIONS,
+    MOST_EXCLUDED,
+    MOST_KEYS,
+    MOST_MEMBERS,
+    MOST_TEXT,
+    MOST_VALUES,
+    USUAL_AT_ONCE,
+)
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
 from app.core.model.provisions.retry import (
@@ -498,6 +509,55 @@ _TASK = _object(
             " it, functions of one request with the same module, bundle, packages, preset and"
             " limits may run one after another in one process; with `user`, those of all requests"
             " of the user that say so, too",
+        },
+        "array": {
+            **_object(
+                {
+                    "count": {
+                        **_whole("how many members; a matrix counts its own", None),
+                        "minimum": 1,
+                        "maximum": MOST_MEMBERS,
+                    },
+                    "at_once": {
+                        **_whole(
+                            "most members that are queued or run at any time; 0 holds the lot",
+                            USUAL_AT_ONCE,
+                        ),
+                        "minimum": 0,
+                        "maximum": MOST_AT_ONCE,
+                    },
+                    "max_failures": {
+                        "type": "number",
+                        "minimum": 0,
+                        "maximum": MOST_MEMBERS,
+                        "description": "more failures hold the lot; below 1 a share of `count`",
+                    },
+                }
+            ),
+            "description": "makes the task a lot: many members from one description. Each has its"
+            " index as `${array.index}` in params, env, the words of a command and the names in"
+            " publish, and in the variable ROUNDHOUSE_ARRAY_INDEX unless it is a function",
+        },
+        "matrix": {
+            "type": "object",
+            "minProperties": 1,
+            "maxProperties": MOST_KEYS + 1,
+            "additionalProperties": {
+                "anyOf": [
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "maxItems": MOST_VALUES,
+                        "items": {"type": ["string", "number", "boolean"], "maxLength": MOST_TEXT},
+                    },
+                    {"type": "string", "pattern": "^[0-9]{1,9}-[0-9]{1,9}$"},
+                    {"type": "array", "maxItems": MOST_EXCLUDED, "items": {"type": "object"}},
+                ]
+            },
+            "description": "makes the task a lot with a member for each combination of the values:"
+            f" of each key a list, or a range such as `0-9`; at most {MOST_COMBINATIONS}"
+            f" combinations. `{EXCLUDE}` lists combinations without a member. A value is"
+            " `${matrix.KEY}`, or a parameter of that name if no text names it",
         },
     },
     ["name", "run"],

@@ -55,6 +55,10 @@ def _task_named(client: Client, request_id: str, name: str) -> str:
     for task in tasks:
         if task["name"] == name:
             return str(task["id"])
+    if any(task["lot"] for task in tasks):
+        members = client.get("/v1/tasks", request_id=request_id, name=name)["items"]
+        if members:
+            return str(members[0]["id"])
     known = ", ".join(task["name"] for task in tasks)
     raise not_found(f"the request has no task {name!r}; its tasks are {known}")
 

@@ -155,6 +155,8 @@ def asked(verb: str, given: str, now: JSON) -> Text:
 
 
 _OF_ANY = {
+    "retry": "what failed starts again. `roundhouse ps` counts it.",
+    "at-once": "set. Members that run go on.",
     "keep": "it is kept with its checkpoints, however old it is. `roundhouse keep --release` lets "
     "it go.",
     "release": "it is no longer kept.",
@@ -200,14 +202,20 @@ def saving(given: str, now: JSON) -> Text:
 def _counted(states: JSON) -> str:
     if sum(states.values()) == 1:
         return "1"
-    return ", ".join(f"{count} {name}" for name, count in states.items())
+    return " · ".join(f"{count:,} {name}" for name, count in states.items())
 
 
 # --- tasks ----------------------------------------------------------------------------------------
 
+
+def lot(task: JSON) -> str:
+    """Return how many members of a lot are in each phase; "" for other tasks."""
+    return _counted(task["lot"]["phases"]) if task.get("lot") else ""
+
+
 TASKS = [
     Column("TASK", lambda t: t["name"]),
-    Column("STATE", lambda t: _task_state(t)),
+    Column("STATE", lambda t: lot(t) or _task_state(t)),
     Column("DEVICE", lambda t: _seats(t) or (t["image_on"] and f"({t['image_on']})")),
     Column("STEP", lambda t: t["step"] or None, right=True),
     Column("HELD", lambda t: seconds(_device_us(t)), right=True),

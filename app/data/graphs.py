@@ -195,11 +195,12 @@ class StoredPlan:
 
 
 def plans(session: Session, request_id: str) -> list[StoredPlan]:
-    """Return the plans of a request's graph tasks.
+    """Return the plans of a request's graph tasks; a lot stands for its members.
 
     They are computed each time, with the same result.
     """
-    its = select(Task).where(Task.request_id == request_id).order_by(Task.id)
+    mine = (Task.request_id == request_id, Task.lot_index.is_(None))
+    its = select(Task).where(*mine).order_by(Task.id)
     with_graph = its.where(Task.descriptor["run"].has_key("graph"))
     return [_plan(session, task) for task in session.scalars(with_graph)]
 

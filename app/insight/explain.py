@@ -45,7 +45,7 @@ from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.reclaim.preemption import above
 from app.db import gc_freeze, transactions
 from app.db.lines import IN_LINE
-from app.db.models import Island, Placement
+from app.db.models import Island, Lot, Placement
 from app.db.models import Request as RequestRow
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
@@ -53,6 +53,7 @@ from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
 from app.insight.forecast import Start
 from app.scheduling import ledger, snapshot_reader
+from app.scheduling.journal.lots import counts_of
 
 JSON = dict[str, Any]
 
@@ -87,7 +88,9 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     with kept.lock:
         for island, asked in by_island.items():
             if island is None:
+                lots = [task for task in asked if task.lot_id == task.id]
                 found |= {task.id: _why((_unassigned(task),)) for task in asked}
+                found |= _of_lots(session, lots) if lots else {}
             else:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
@@ -110,6 +113,49 @@ def _unassigned(task: TaskRow) -> Reason:
     if environment and not environment["lock"]:
         return says.environment_pending()
     return says.not_looked_at()
+
+
+def _of_lots(session: Session, asked: Sequence[TaskRow]) -> dict[str, Why]:
+    """Return why lots make no members now: what they wait for themselves, or that enough live."""
+    now_s = transactions.now_s(session)
+    which = TaskRow.id.in_([task.id for task in asked])
+    rows = session.execute(snapshot_reader.tasks().where(which)).all()
+    tasks = snapshot_reader.tasks_of(session, rows, now_s=now_s)
+    names = _names_of_needed(session, tasks)
+    counts = {
+        lot.id: counts_of(lot) for lot in session.scalars(select(Lot).where(Lot.id.in_(tasks)))
+    }
+    found = {}
+    for task in asked:
+        reasons = says.start(tasks[task.id], now_s=now_s, names=names.get(task.id, {}))
+        environment = task.descriptor.get("environment")
+        if environment and not environment["lock"]:
+            reasons += (says.environment_pending(),)
+        found[task.id] = _why((*reasons, *says.of_lot(counts[task.id])) or (says.not_looked_at(),))
+    return found
+
+
+def _names_of_needed(session: Session, tasks: Mapping[str, BoardTask]) -> dict[str, dict[str, str]]:
+    """Return the names of the tasks that each task waits for, by id; of another request with
+    its name.
+    """
+    needs = {task.id: set(task.conditions.waits_for) for task in tasks.values()}
+    wanted = set().union(*needs.values()) if needs else set()
+    if not wanted:
+        return {}
+    query = select(TaskRow.id, TaskRow.name, TaskRow.request_id, RequestRow.name).join(
+        RequestRow, RequestRow.id == TaskRow.request_id
+    )
+    rows = session.execute(query.where(TaskRow.id == func.any(sorted(wanted)))).all()
+    return {
+        id: {
+            row[0]: row[1] if row[2] == tasks[id].request else f"{row[1]} of {row[3]}"
+            for row in rows
+            if row[0] in needed
+        }
+        for id, needed in needs.items()
+        if needed
+    }
 
 
 def breadth(session: Session, task: TaskRow) -> str:
@@ -576,7 +622,7 @@ class _Answer:
         seen: dict[Any, Blockers] = {}
         found = {}
         waiting: list[tuple[BoardTask, tuple[Reason, ...], int, Estimate | Unknown | None]] = []
-        names = self._names_of_needed()
+        names = _names_of_needed(self.session, self.tasks)
         for task in self.tasks.values():
             reasons = (*here, *says.start(task, now_s=self.now_s, names=names.get(task.id, {})))
             if task.state != State.waiting:
@@ -596,28 +642,6 @@ class _Answer:
             start = None if isinstance(told, Estimate) else told
             found[task.id] = _why(reasons, place, starts.get(task.id, start))
         return found
-
-    def _names_of_needed(self) -> dict[str, dict[str, str]]:
-        """Return the names of the tasks that each task waits for, by id; of another request with
-        its name.
-        """
-        needs = {task.id: set(task.conditions.waits_for) for task in self.tasks.values()}
-        wanted = set().union(*needs.values()) if needs else set()
-        if not wanted:
-            return {}
-        query = select(TaskRow.id, TaskRow.name, TaskRow.request_id, RequestRow.name).join(
-            RequestRow, RequestRow.id == TaskRow.request_id
-        )
-        rows = self.session.execute(query.where(TaskRow.id == func.any(sorted(wanted)))).all()
-        return {
-            id: {
-                row[0]: row[1] if row[2] == self.tasks[id].request else f"{row[1]} of {row[3]}"
-                for row in rows
-                if row[0] in needed
-            }
-            for id, needed in needs.items()
-            if needed
-        }
 
     def _starts(
         self, told: Iterable[tuple[BoardTask, int, Estimate | Unknown | None]]
@@ -722,6 +746,7 @@ class _Answer:
 
 _MORE = (
     TaskRow.name,
+    TaskRow.lot_index,
     TaskRow.total_held_us,
     TaskRow.guest_held_us,
     TaskRow.unheard_us,

@@ -150,6 +150,7 @@ def _history(session: Session) -> History:
             TaskRow.tenant_id,
             TaskRow.user_id,
             TaskRow.name,
+            TaskRow.lot_index,
             TaskRow.devices_min,
             TaskRow.total_held_us,
             TaskRow.guest_held_us,
@@ -181,7 +182,9 @@ def _worked_s(row: Any, held_us: int) -> float:
 
 def _history_keys(row: Any) -> estimator.Who:
     tenant, width = row.tenant_id, row.devices_min
-    return (tenant, row.user_id, row.name, width), (tenant, width), (tenant,), ()
+    # the members of a lot are alike
+    name = row.name if row.lot_index is None else row.name.rpartition(".")[0]
+    return (tenant, row.user_id, name, width), (tenant, width), (tenant,), ()
 
 
 # --- the scene ------------------------------------------------------------------------------------

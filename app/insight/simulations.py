@@ -30,7 +30,7 @@ from app.core.model.lifecycle import ENDED
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
-from app.db.models import Island, Need, Task
+from app.db.models import Island, Lot, Need, Task
 from app.errors import BadInput, Conflict
 from app.scheduling import ledger, snapshot_reader
 
@@ -141,7 +141,7 @@ def of_history(
         raise BadInput.at("/since", "must be before `until`", "order")
     rows = _ended(session, island, since, until)
     ran = [row for row in rows if row.total_held_us > 0]
-    needs = _needs(session, {row.id for row in ran})
+    needs = _needs(session, {row.id for row in ran}) | _earlier_members(session, ran)
     began_s = min((_arrived_s(row) for row in ran), default=0.0)
     switches = [row.switch_us / 1e6 for row in ran if row.pauses and row.switch_us]
     scene = ReplayInput(
@@ -158,7 +158,7 @@ def of_history(
 _COLUMNS = (
     Task.id, Task.tenant_id, Task.user_id, Task.kind, Task.devices_min, Task.memory_bytes,
     Task.device_choice, Task.priority, Task.tier, Task.submitted_at, Task.not_before,
-    Task.total_held_us, Task.pauses, Task.switch_us,
+    Task.total_held_us, Task.pauses, Task.switch_us, Task.lot_id, Task.lot_index,
 )  # fmt: skip
 
 
@@ -188,6 +188,22 @@ def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
         if needs_id in ids:
             found[task_id][needs_id] = None
     return {task_id: tuple(needed) for task_id, needed in found.items()}
+
+
+def _earlier_members(session: Session, rows: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+    """Return for each member of a lot the member in whose place it came, by the lot's `at_once`.
+
+    What members need was done before the first of them was made.
+    """
+    lots = {row.lot_id for row in rows if row.lot_index is not None}
+    query = select(Lot.id, Lot.at_once).where(Lot.id.in_(lots), Lot.at_once > 0)
+    widths = {id: at_once for id, at_once in session.execute(query)} if lots else {}
+    members = {(row.lot_id, row.lot_index): row.id for row in rows if row.lot_id in widths}
+    found = dict[str, tuple[str, ...]]()
+    for (lot, index), id in members.items():
+        if (lot, index - widths[lot]) in members:
+            found[id] = (members[lot, index - widths[lot]],)
+    return found
 
 
 def _arrived_s(row: Any) -> float:

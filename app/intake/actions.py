@@ -12,10 +12,10 @@ kept or deleted; any other action is a Conflict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Select, func, select
 from sqlalchemy.orm import Session
 
 from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE
@@ -24,12 +24,13 @@ from app.core.model.provisions import session as session_model
 from app.core.model.provisions.notice import NEED
 from app.core.units import counted
 from app.db import transactions
-from app.db.models import Request, RequestEvent, Task, Tenant
+from app.db.models import Lot, Request, RequestEvent, Task, Tenant
 from app.db.transactions import after_commit
 from app.errors import BadInput, Conflict, Forbidden, QuotaExceeded
 from app.messaging import outbox
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
+from app.scheduling.journal.lots import IS_LOT, IS_NO_MEMBER, counts_of
 from app.settings import settings
 
 ADMIN_HOLD, USER_HOLD = "admin", "user"
@@ -53,8 +54,55 @@ def hold_request(session: Session, request: Request, *, by: str, as_admin: bool)
 
 def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
     _check_live(request)
-    if _each(session, request, lambda task: _wish_release(task, as_admin)):
+    changed = _each(session, request, lambda task: _wish_release(task, as_admin))
+    if _forgive(session, session.scalars(_lots_of(request)).all()) or changed:
         _tell(session, request, None, "request.release_asked", f"Resumed by {by}.")
+
+
+def retry_request(session: Session, request: Request, states: Collection[str], *, by: str) -> None:
+    """Let the request's tasks and members of lots in these states start again.
+
+    Control does it, of a lot no more than its `at_once`. Raises Conflict if no task is in such a
+    state, or if one cannot start again.
+    """
+    top = select(Task).where(Task.request_id == request.id, IS_NO_MEMBER).order_by(Task.id)
+    fresh = top.with_for_update(key_share=True).execution_options(populate_existing=True)
+    tasks = [task for task in session.scalars(fresh).all() if not gang_tickets.is_ticket(task)]
+    _check_not_deleted(request)
+    rows = [task for task in tasks if task.lot_id is None and task.state in states]
+    for task in rows:
+        if task.gang_id or (task.descriptor["run"].get("part") is not None):
+            told = f"{task.name} spans islands, and cannot start again; submit the request anew"
+            raise Conflict(told)
+    ids = {task.lot_id for task in tasks}
+    found = sum([_retry_lot(session, lot, states) for lot in _lots(session, ids)])
+    if not found and not rows:
+        raise Conflict(f"none of its tasks is {' or '.join(sorted(states))}; nothing was changed")
+    lots = [task for task in tasks if task.lot_id is not None and task.state in ENDED]
+    for task in [*rows, *(lots if found else ())]:
+        task.again_asked = True
+    told = f"Retry of {counted(found + len(rows), 'task')} requested by {by}."
+    _tell(session, request, None, "request.retry_asked", told)
+    after_commit(session, outbox.nudge_control)
+
+
+def _lots(session: Session, ids: Collection[str | None]) -> Sequence[Lot]:
+    query = select(Lot).where(Lot.id.in_([id for id in ids if id])).order_by(Lot.id)
+    locked = query.with_for_update().execution_options(populate_existing=True)
+    return session.scalars(locked).all()
+
+
+def _retry_lot(session: Session, lot: Lot, states: Collection[str]) -> int:
+    """Count the members in these states as waiting again; return how many there are."""
+    wanted = sorted({*states, *(lot.again_states if lot.again else ())})
+    found = sum(getattr(lot, state) for state in wanted)
+    if not found:
+        return 0
+    for state in wanted:
+        setattr(lot, state, 0)
+    lot.again, lot.again_states, lot.is_open = lot.again + found, wanted, True
+    lot.again_before = session.scalar(select(func.clock_timestamp()))
+    return int(found)
 
 
 def delete_request(session: Session, request: Request, *, by: str) -> None:
@@ -86,19 +134,25 @@ def change_request(
     priority: int | None,
     labels: dict[str, str] | None,
     keep: bool | None = None,
+    at_once: int | None = None,
+    max_failures: int | None = None,
     by: str,
 ) -> None:
-    """Change priority or labels, or whether the request is kept.
+    """Change priority or labels, whether the request is kept, or the bounds of its lots.
 
     Raises Conflict if the priority of an ended request would change, or if the request is being
     deleted; QuotaExceeded if its tenant may keep no more; NotFound if it was deleted
     meanwhile.
     """
-    # Lock the tasks before their request, as the island does.
-    if priority is not None and priority != request.priority:
+    # Lock the tasks before their lots, and these before their request, as the island does.
+    reordered = priority is not None and priority != request.priority
+    if reordered:
         if request.state in ENDED:
             raise Conflict(f"the request is {request.state}, so its priority has no effect")
         _each(session, request, lambda task: _set(task, "priority", priority))
+    if at_once is not None or max_failures is not None:
+        _bound_lots(session, request, at_once, max_failures, by)
+    if priority is not None and reordered:
         request.priority = priority
         told = f"Priority set to {priority} by {by}."
         _tell(session, request, None, "request.priority_set", told)
@@ -108,6 +162,29 @@ def change_request(
         transactions.lock_again(session, request, key_share=True)
         _check_not_deleted(request)
         request.labels = labels
+
+
+def _bound_lots(
+    session: Session, request: Request, at_once: int | None, max_failures: int | None, by: str
+) -> None:
+    """Change how many members of the request's lots may be unended, or how many may fail."""
+    _check_live(request)
+    lots = _lots(session, session.scalars(_lots_of(request)).all())
+    if not lots:
+        raise Conflict("the request has no lot, which at_once and max_failures are for")
+    changes_of = {"at_once": at_once, "failures_allowed": max_failures}
+    for lot in lots:
+        for name, value in changes_of.items():
+            if value is not None:
+                setattr(lot, name, value)
+    said = {"at_once": at_once, "max_failures": max_failures}
+    what = " and ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+    _tell(session, request, None, "request.lot_changed", f"Set to {what} by {by}.")
+    after_commit(session, outbox.nudge_control)
+
+
+def _lots_of(request: Request) -> Select[str]:
+    return select(Task.id).where(Task.request_id == request.id, IS_LOT).order_by(Task.id)
 
 
 def _keep(session: Session, request: Request, keep: bool, by: str) -> None:
@@ -171,8 +248,20 @@ def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None
 
 def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
     _check_live(task)
-    if _one(session, task, lambda task: _wish_release(task, as_admin)):
+    changed = _one(session, task, lambda task: _wish_release(task, as_admin))
+    if _forgive(session, [task.id] if task.lot_id == task.id else ()) or changed:
         _tell(session, task, task, "task.release_asked", f"Resumed by {by}.")
+
+
+def _forgive(session: Session, lots: Sequence[str]) -> bool:
+    """Let lots that were held for their failures go on: as many more members may fail."""
+    held = [lot for lot in _lots(session, lots) if counts_of(lot).has_failed_too_often]
+    for lot in held:
+        task = session.get_one(Task, lot.id)
+        lot.failures_allowed = lot.failed + int(task.spec.array.failures_allowed or 0)  # type: ignore[union-attr]
+    if held:
+        after_commit(session, outbox.nudge_control)
+    return bool(held)
 
 
 def wake_task(session: Session, task: Task, *, by: str) -> None:
@@ -303,8 +392,10 @@ Wish = Callable[[Task], bool]
 def _each(session: Session, request: Request, wish: Wish) -> bool:
     """Apply the action to all tasks that have not ended.
 
-    They are locked in the order of their ids, as the island locks them.
+    They are locked in the order of their ids, as the island locks them. A lot is locked before its
+    members are read, and gets no members meanwhile.
     """
+    session.execute(_lots_of(request).with_for_update(key_share=True))
     query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
     locked = query.order_by(Task.id).with_for_update(key_share=True)
     fresh = locked.execution_options(populate_existing=True)
@@ -312,8 +403,13 @@ def _each(session: Session, request: Request, wish: Wish) -> bool:
 
 
 def _one(session: Session, task: Task, wish: Wish) -> bool:
-    """Apply the action to the task; for a gang that spans islands, to its tickets too."""
+    """Apply the action to the task; to the tickets of a gang that spans islands, too, and to the
+    members of a lot.
+    """
     which = Task.gang_id == task.id if task.gang_id == task.id else Task.id == task.id
+    if task.lot_id == task.id:
+        which = Task.lot_id == task.id
+        session.execute(select(Task.id).where(Task.id == task.id).with_for_update(key_share=True))
     query = select(Task).where(which, Task.state.not_in(ENDED)).order_by(Task.id)
     fresh = query.with_for_update(key_share=True).execution_options(populate_existing=True)
     return _wish(session, session.scalars(fresh), wish)

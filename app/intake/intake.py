@@ -26,6 +26,7 @@ from sqlalchemy.orm import Session
 
 from app import log_patterns
 from app.core.model import descriptor as descriptors
+from app.core.model import lot_members
 from app.core.model.descriptor import TIERS, BadDescriptor, Descriptor, Source, TaskDescriptor
 from app.core.model.device_choice import TRAITS, traits_in
 from app.core.model.fields import (
@@ -58,6 +59,7 @@ from app.intake.environments import WantedEnvironment
 from app.messaging import outbox, webhooks
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
+from app.scheduling.journal.lots import IS_NO_MEMBER
 from app.settings import settings
 
 TYPES_WITHOUT_PRESET = ("default", "train")  # a device's default preset is meant
@@ -224,6 +226,8 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         descriptor = descriptors.parse(body)
     except BadDescriptor as error:
         raise _refused(BadInput, error.faults) from error
+    if wrong := lot_members.faults(descriptor):
+        raise _refused(BadInput, wrong)
     if body.get("tier") is None:
         descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(facts.path)))
     descriptor = user_limits.with_usual_durations(descriptor, body, facts.user_limits)
@@ -232,7 +236,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         *dependencies.check(descriptor),
         *_entry_faults(descriptor, facts.entry_points, sent),
     ]
-    faults += _params_faults(descriptor, facts.signatures)
+    faults += _params_faults(lot_members.sampled(descriptor), facts.signatures)
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
     descriptor, taken, unknown = _taken(session, owner, descriptor)
@@ -252,7 +256,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
     descriptor = environments.entered(descriptor, environment)
-    never = dependencies.unsatisfiable(descriptor, facts.offers)
+    never = dependencies.unsatisfiable(lot_members.sampled(descriptor), facts.offers)
     if faults := [*never, *graphs.too_large(descriptor, sent, facts.offers)]:
         raise _refused(Unsatisfiable, faults)
     descriptor, uncut = graphs.cut(graphs.named(descriptor, sent), sent, facts.offers)
@@ -588,17 +592,24 @@ _WRITE = text(
         insert into tasks
             (id, request_id, tenant_id, user_id, ordinal, name, type, kind, descriptor,
              memory_bytes, devices_min, devices_max, across_hosts, device_choice, tier, priority,
-             hold, not_before, retry_max, step, submitted_at)
+             hold, not_before, retry_max, step, lot_id, abroad, submitted_at)
         select t.id, :id, :tenant, :user, t.ordinal, t.spec ->> 'name', t.spec ->> 'type',
             devices.kind, t.spec, devices.memory_bytes, devices.min, devices.max,
             devices.across_hosts, t.choice, :tier, :priority,
             case when start.hold then 'user' else '' end, start.not_before,
-            coalesce(cast(t.spec #>> '{retry,max}' as int), -1), t.step, :at
+            coalesce(cast(t.spec #>> '{retry,max}' as int), -1), t.step,
+            case when t.spec ->> 'array' is not null then t.id end, t.abroad, :at
         from json_to_recordset(cast(:tasks as json)) as t
-            (id text, ordinal int, spec jsonb, choice text, step bigint),
+            (id text, ordinal int, spec jsonb, choice text, step bigint, abroad bool),
             jsonb_to_record(t.spec -> 'devices') as devices
             (kind text, memory_bytes bigint, min int, max int, across_hosts bool),
             jsonb_to_record(t.spec -> 'start') as start (hold bool, not_before timestamptz)
+    ),
+    lot as (
+        insert into lots (id, count, at_once, failures_allowed)
+        select l.id, l.count, l.at_once, l.failures_allowed
+        from json_to_recordset(cast(:lots as json)) as l
+            (id text, count int, at_once int, failures_allowed int)
     ),
     need as (
         insert into needs (task_id, needs_id, port, output, late)
@@ -644,8 +655,12 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         for name, needed in accepted.needs.items()
         for n in needed
     ]
-    n = len(ids)
-    tasks = [_row(one, locked) for one in accepted.tasks]
+    n = sum(1 if task.spec.array is None else task.spec.array.count for task in accepted.tasks)
+    lots = [_lot(task) for task in accepted.tasks if task.spec.array is not None]
+    # islands do not know lots: they look for the ends of lots, and of what lots need
+    abroad = {lot["id"] for lot in lots}
+    abroad |= {need["needs_id"] for need in needs if need["task_id"] in abroad}
+    tasks = [{**_row(one, locked), "abroad": one.id in abroad} for one in accepted.tasks]
     given = {
         "id": request["id"],
         "tenant": owner.tenant_id,
@@ -659,11 +674,12 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         "at": request["submitted_at"],
         "tasks": json.dumps(tasks),
         "needs": json.dumps(needs),
+        "lots": json.dumps(lots),
         "key": once.key,
         "status": answer.status,
         "answer": answer.body if once.key is not None else None,
         "location": answer.location,
-        "told": f"{owner.user_name} submitted {request['name']}: {n} task{'s' * (n > 1)}.",
+        "told": f"{owner.user_name} submitted {request['name']}: {n:,} task{'s' * (n > 1)}.",
     }
     session.connection().execute(_WRITE, given)
     session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
@@ -672,6 +688,18 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         datablocks.use(session, ids[task.name], {p: row for p, row in taken.items() if row})
     after_commit(session, outbox.nudge_control)
     after_commit(session, lambda: changes.tell(owner.tenant_id, request["id"]))
+
+
+def _lot(task: NewTask) -> JSON:
+    """Return the values of a lot's row beside that of its task."""
+    array = task.spec.array
+    assert array is not None
+    return {
+        "id": task.id,
+        "count": array.count,
+        "at_once": array.at_once,
+        "failures_allowed": array.failures_allowed,
+    }
 
 
 def _row(task: NewTask, environment: TaskEnvironment | None) -> JSON:
@@ -706,7 +734,7 @@ def _check_room(session: Session, path: Sequence[tenant_tree.OnPath], wanted: in
 
 
 def _queued(session: Session, tenant_id: str) -> int:
-    waits = (Task.state.in_(("blocked", "waiting")), ~gang_tickets.IS_TICKET)
+    waits = (Task.state.in_(("blocked", "waiting")), ~gang_tickets.IS_TICKET, IS_NO_MEMBER)
     which = (tenant_tree.within(Task.tenant_id, tenant_id), *waits)
     return session.scalar(select(func.count()).select_from(Task).where(*which)) or 0
 

@@ -54,6 +54,7 @@ from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
 from app.intake import environments
 from app.scheduling import gang_tickets, journal, snapshot_reader
+from app.scheduling.journal import lots
 from app.settings import settings
 
 EFFORT = Effort(guard=1050, search=20_000, exact=10_000)  # 200 tasks take a sixth of a second
@@ -124,6 +125,7 @@ def assign_new(session: Session, *, after: str = "") -> tuple[set[str], str | No
 # --- why, for people ------------------------------------------------------------------------------
 
 NOWHERE = "No set of islands has all devices of the request yet."
+LOT_NOWHERE = "A lot has no island: each of its members gets one when it is made."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +141,12 @@ class AssignedIsland:
 
 
 def places(session: Session, request_id: str) -> list[AssignedIsland]:
-    query = select(Task.name, Task.island, Task.assigned).where(Task.request_id == request_id)
+    mine = (Task.request_id == request_id, lots.IS_NO_MEMBER)
+    query = select(Task.name, Task.island, Task.assigned, Task.lot_id).where(*mine)
     found = []
-    for name, island, why in session.execute(query.order_by(Task.id)):
-        because = (why or {}).get("because", NOWHERE if island is None else "")
+    for name, island, why, lot in session.execute(query.order_by(Task.id)):
+        nowhere = NOWHERE if lot is None else LOT_NOWHERE
+        because = (why or {}).get("because", nowhere if island is None else "")
         across = (why or {}).get("crossing_bytes", 0)
         found.append(
             AssignedIsland(task=name, island=island, because=because, crossing_bytes=across)
@@ -179,7 +183,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     came = Placement.ways[Need.port].astext
     begun_with = taker.first_started_at.is_not(None) & ~Need.late
     # An array in addition to a join, so that the needs of no other request are read.
-    takers = select(Task.id).where(Task.request_id == request_id)
+    takers = select(Task.id).where(Task.request_id == request_id, lots.IS_NO_MEMBER)
     query = (
         select(maker.name, Need.output, maker.island, taker.island, maker.outputs, part)
         .add_columns(func.bool_or(begun_with | came.is_not(None)))
@@ -249,7 +253,9 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     theirs = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
     session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as actions do
     scene = AssignmentScene.of(session, without=lost)
-    rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
+    movable = (~lots.IS_LOT, or_(lots.IS_NO_MEMBER, Task.state.not_in(ENDED)))
+    theirs_all = _tasks().where(Task.request_id.in_(ids), *movable).order_by(Task.id)
+    rows = session.execute(theirs_all).all()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
         if found is None:
@@ -698,16 +704,16 @@ def _tasks() -> AnySelect:
         Task.descriptor["run"]["part"].label("part"),
         Task.descriptor["islands"].as_integer().label("islands"),
         (Task.descriptor["run"].has_key("job") & Task.across_hosts).label("may_span"),
-        Task.gang_id,
+        Task.gang_id, Task.lot_index,
     )  # fmt: skip
 
 
 def _is_unassigned() -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions that no island has the task yet, and that its environment, if any, is
-    locked.
+    """Return the conditions that no island has the task yet, that its environment, if any, is
+    locked, and that it is no lot.
     """
     is_pending = func.coalesce(environments.IS_PENDING, False)
-    return Task.island.is_(None), Task.state.not_in(ENDED), ~is_pending
+    return Task.island.is_(None), Task.state.not_in(ENDED), ~is_pending, ~lots.IS_LOT
 
 
 def _unassigned(requests: Sequence[str]) -> AnySelect:
@@ -728,11 +734,14 @@ def _works(
     for row in rows:
         requests[row.request_id].append(row)
     needs = defaultdict[str, list[AnyRow]](list)
+    # A lot is not among them, nor is what its members, which come later, need.
+    known = {row.id for row in rows}
     several = [task.id for tasks in requests.values() if len(tasks) > 1 for task in tasks]
     if several:
         query = select(Need.task_id, Need.needs_id, Need.port, Need.output, Need.late)
         for row in session.execute(query.where(Need.task_id == func.any(several))):
-            needs[row.task_id].append(row)
+            if row.needs_id in known:
+                needs[row.task_id].append(row)
     for tasks in requests.values():
         yield RequestWork(
             tasks=tasks,

@@ -21,6 +21,7 @@ from app.db.models import Task, User
 from app.db.tenant_tree import ALL
 from app.errors import QueueFull, QuotaExceeded
 from app.scheduling import gang_tickets
+from app.scheduling.journal.lots import IS_NO_MEMBER
 
 JSON = dict[str, Any]
 Limits = Mapping[str, Any]
@@ -72,8 +73,8 @@ def check_room(
     session.execute(select(User.id).where(User.id == user_id).with_for_update(key_share=True))
     mine = (Task.tenant_id == tenant_id, Task.user_id == user_id, ~gang_tickets.IS_TICKET)
     if queued is not None:
-        waits = Task.state.in_(("blocked", "waiting"))
-        _check(session, (*mine, waits), len(descriptor.tasks), queued, "queued task", QueueFull)
+        waits = (Task.state.in_(("blocked", "waiting")), IS_NO_MEMBER)
+        _check(session, (*mine, *waits), len(descriptor.tasks), queued, "queued task", QueueFull)
     if sessions is not None and new_sessions:
         open_ = (Task.state.not_in(ENDED), Task.descriptor["session"].astext.is_not(None))
         _check(session, (*mine, *open_), new_sessions, sessions, "session", QuotaExceeded)

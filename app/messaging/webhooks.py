@@ -97,7 +97,8 @@ def _wanted(row: Any) -> bool:
 def _ends(session: Session, ids: set[str]) -> dict[str, list[TaskEnd]]:
     query = select(Task.request_id, Task.name, Task.state, Task.cause, Task.message)
     found = defaultdict[str, list[TaskEnd]](list)
-    rows = session.execute(query.where(Task.request_id.in_(ids)).order_by(Task.ordinal))
+    mine = (Task.request_id.in_(ids), Task.lot_index.is_(None))  # a lot stands for its members
+    rows = session.execute(query.where(*mine).order_by(Task.ordinal))
     for id, name, state, cause, message in rows:
         found[id].append(TaskEnd(name=name, state=state, cause=cause, message=message))
     return found

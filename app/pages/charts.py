@@ -13,8 +13,10 @@ from typing import Any
 from app.core import units
 from app.insight.forecast import Start
 from app.insight.reports import Curve, Happened, Queued, ReportedStay, TenantShare, UsageRow
+from app.insight.reports.work import LotMember
 from app.insight.time_spent import TimeSpent
 
+METRICS_SHOWN = 4  # most metrics that the table of a lot's members has columns for
 COLOURS = 8  # most series that can be told apart; roundhouse.css has their colours
 
 
@@ -200,6 +202,11 @@ def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int
 
 
 # --- progress and metrics -----------------------------------------------------------------------
+
+
+def metric_names(rows: Sequence[LotMember]) -> list[str]:
+    """Return the names of the metrics that these members of a lot reported, in order."""
+    return list(dict.fromkeys(name for row in rows for name in row.metrics))[:METRICS_SHOWN]
 
 
 def not_numbers(metrics: dict[str, Any]) -> list[str]:

@@ -21,8 +21,9 @@ from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.provisions import process_images
 from app.core.model.provisions.notice import NEED as NOTICE
-from app.db.models import Request, Task
+from app.db.models import Lot, Request, Task
 from app.intake.actions import ADMIN_HOLD
+from app.scheduling.journal.lots import IS_LOT, IS_NO_MEMBER
 
 ID_END = 8  # so many first characters of an id suffice for the command-line tool
 INSIDE_SHOWN = 5
@@ -66,7 +67,8 @@ class LookInside:
 
 
 def look_inside(session: Session, caller: Caller, request: Request) -> LookInside:
-    query = select(Task).where(Task.request_id == request.id).order_by(Task.ordinal)
+    query = select(Task).where(Task.request_id == request.id, IS_NO_MEMBER, ~IS_LOT)
+    query = query.order_by(Task.ordinal)
     needed = load_only(Task.name, Task.state, Task.user_id, Task.descriptor)
     tasks = session.scalars(query.options(needed)).all()
     closed: dict[str, list[str]] = {}
@@ -90,19 +92,21 @@ def look_inside(session: Session, caller: Caller, request: Request) -> LookInsid
 class Choices:
     """Lists the actions on a request; none if the reader may not act.
 
-    `delete` is for a request that has ended, all others are for tasks that have not.
+    `delete` is for a request that has ended, `retry` for what failed, all others are for tasks that
+    have not ended.
     """
 
     cancel: bool = False
     hold: bool = False
     release: bool = False
+    retry: bool = False
     delete: bool = False
     of_task: defaultdict[str, OfTask]
 
 
 def choices(session: Session, caller: Caller, request: Request) -> Choices:
     query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
-    live = session.scalars(query).all()
+    live = session.scalars(query.where(IS_NO_MEMBER)).all()
     if not may_act(caller, request):
         asked = {task.id: OfTask(asked=_asked(task)) for task in live}
         return Choices(of_task=defaultdict(OfTask, asked))
@@ -111,9 +115,19 @@ def choices(session: Session, caller: Caller, request: Request) -> Choices:
         cancel=any(task.cancel_asked_at is None for task in live),
         hold="" in held,
         release=any(held) and (caller.sees_all or ADMIN_HOLD not in held),
+        retry=request.delete_asked_at is None and _has_failed(session, request),
         delete=not live and not request.keep and request.delete_asked_at is None,
         of_task=defaultdict(OfTask, {task.id: _of_task(task, caller.sees_all) for task in live}),
     )
+
+
+def _has_failed(session: Session, request: Request) -> bool:
+    """True if a task of the request failed, or a member of one of its lots."""
+    top = select(Task.id).where(Task.request_id == request.id, IS_NO_MEMBER)
+    failed = Lot.id.in_(top) & (Lot.failed > 0)
+    of_lots = select(Lot.id).where(failed).limit(1)
+    alone = top.where(Task.state == State.failed, Task.gang_id.is_(None)).limit(1)
+    return session.scalar(of_lots) is not None or session.scalar(alone) is not None
 
 
 def _of_task(task: Task, as_admin: bool) -> OfTask:

@@ -51,6 +51,7 @@ _OF_REQUEST = {
         "until it is resumed.",
     ),
     "release": _Wish(of_requests.release_request, "{name} resumed: it is queued again."),
+    "retry": _Wish(of_requests.retry_request, "What failed of {name} starts again.", of_ended=True),
     "delete": _Wish(
         of_requests.delete_request, "Deleting {name}: it is gone in some minutes.", of_ended=True
     ),

@@ -60,6 +60,7 @@ QUEUE_ON_A_PAGE = 200
 RUNNING_SHOWN = 12
 LOG_SHOWN = 200
 TASKS_SHOWN = 200
+MEMBERS_SHOWN = 50  # of a lot
 REQUESTS_SHOWN = 50
 DATABLOCKS_SHOWN = 50
 ENVIRONMENTS_SHOWN = 50
@@ -286,15 +287,30 @@ def list_requests(
 
 @router.get("/ui/requests/{id}")
 def show_request(
-    request: Request, session: Db, caller: Visitor, id: str, grep: str = ""
+    request: Request,
+    session: Db,
+    caller: Visitor,
+    id: str,
+    grep: str = "",
+    members: str = "",
+    after: int = -1,
+    sort: str = "",
 ) -> Response:
+    """Show a request; of its lots the members in the phase `members`, from behind the index `after`
+    on, or those with the lowest values of the metric `sort`.
+    """
     asked_for = visible_request(session, caller, id)
     found = reports.request(session, None, id)
     assert found is not None
     now = reports.clock(session)
-    tasks, stays = reports.tasks(session, id, limit=TASKS_SHOWN), reports.stays(session, id)
+    tasks = reports.tasks(session, id, limit=TASKS_SHOWN)
+    members = members if members in list(Phase) else ""
+    which: Any = {"phase": members, "after": after, "metric": sort, "limit": MEMBERS_SHOWN + 1}
+    lots = {task.id: reports.members(session, task.id, **which) for task in tasks if task.lot}
+    shown = [row.id for rows in lots.values() for row in rows[:MEMBERS_SHOWN]]
+    stays = reports.stays(session, id, members=shown)
     acts = task_actions.choices(session, caller, asked_for)
-    log = reports.log_tail(session, id, grep=grep, limit=LOG_SHOWN + 1)
+    log = reports.log_tail(session, id, members=shown, grep=grep, limit=LOG_SHOWN + 1)
     return page(
         request,
         "request.html",
@@ -307,14 +323,19 @@ def show_request(
         acts=acts,
         inside=None if found.ended_at else task_actions.look_inside(session, caller, asked_for),
         tasks=tasks,
-        not_shown=sum(found.tasks.values()) - len(tasks),
+        lots=lots,
+        members=members,
+        members_shown=MEMBERS_SHOWN,
+        sort=sort,
+        metric_names=charts.metric_names,
+        not_shown=0 if lots else sum(found.tasks.values()) - len(tasks),
         spent=time_spent(session, [task.id for task in tasks]),
         times=charts.TIMES,
         breakdown=charts.breakdown,
         not_numbers=charts.not_numbers,
         paces=reports.paces(session, [task.id for task in tasks if task.phase == Phase.running]),
-        checkpoints=reports.checkpoints(session, id),
-        curves=charts.curve_charts(reports.curves(session, id)),
+        checkpoints=reports.checkpoints(session, id, members=shown),
+        curves=charts.curve_charts(reports.curves(session, id, members=shown)),
         stays=stays,
         line=charts.time_line(stays, since=found.submitted_at, until=found.ended_at or now),
         grep=grep,

@@ -86,8 +86,11 @@ _OF_TASKS = (
     _OwnedTable("tunnels", ("task_id",), archived=False),
     _OwnedTable("datablock_uses", ("task_id",)),
     _OwnedTable("needs", ("task_id", "needs_id")),
+    _OwnedTable("lots", ("id",)),
 )
-_TASKS = _OwnedTable("tasks", ("id",), last="gang_id is not distinct from id")
+_TASKS = _OwnedTable(
+    "tasks", ("id",), last="gang_id is not distinct from id or lot_id is not distinct from id"
+)
 _EVENTS = _OwnedTable("events", ("request_id",))
 _REQUESTS = _OwnedTable("requests", ("id",))
 
@@ -211,8 +214,9 @@ def _tasks(session: Session, requests: Sequence[str]) -> tuple[dict[str, str], b
 
     With a gang over several islands, its tickets are found, too.
     """
-    some = select(Task.id).where(Task.request_id.in_(requests)).limit(TASKS_AT_ONCE)
-    picked = session.scalars(some).all()
+    # a lot goes with the last of its members
+    some = select(Task.id).where(Task.request_id.in_(requests)).order_by(Task.lot_index.is_(None))
+    picked = session.scalars(some.limit(TASKS_AT_ONCE)).all()
     with_tickets = or_(Task.id.in_(picked), Task.gang_id.in_(picked))
     found = session.execute(select(Task.id, Task.request_id).where(with_tickets))
     return {id: request for id, request in found}, len(picked) < TASKS_AT_ONCE

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from app.db.models import OutboxOrder
+from app.db.models import OutboxOrder, Task
 
 
 @dataclass
@@ -22,6 +22,7 @@ class RoundNotes:
     charges   by (user, tenant, kind): held, charged and faded micro-device-seconds
     orders    rows that are sent after the commit
     events    what is told about requests and tasks, in this order: columns of `events` by name
+    members   tasks that ended and are members of lots
     written   events that were written already, for `insight.counters`
     """
 
@@ -32,6 +33,7 @@ class RoundNotes:
     charges: dict[tuple[str, str, str], tuple[int, int, int]] = field(default_factory=dict)
     orders: list[OutboxOrder] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    members: list[Task] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
 
     def copy(self) -> RoundNotes:

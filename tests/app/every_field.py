@@ -170,6 +170,13 @@ TASKS: list[JSON] = [
         "from_checkpoint": CHECKPOINT,
         "devices": {"kind": KIND},
     },
+    {
+        "name": "lot",
+        "run": {"command": ["python", "lot.py", "--seed", "${matrix.seed}"]},
+        "devices": {"kind": KIND},
+        "array": {"count": 5, "at_once": 22, "max_failures": 0.6},
+        "matrix": {"seed": [31, 32, 33], "way": ["a", "b"], "exclude": [{"seed": 31, "way": "b"}]},
+    },
     {"name": "boxed", "run": {"command": ["true"]}, "image": "debian", "devices": {"kind": KIND}},
 ]
 

@@ -81,7 +81,8 @@ OTHER_TASK_COLUMNS = {
     "capabilities",
     "cause", "cost_milli", "detail", "dropped", "ended_at", "epoch", "event_seq",
     "first_started_at", "gang_id", "goes_on_with", "good_for", "guest_held_us", "held_us", "id",
-    "image_on", "island", "launched_at", "lost_steps", "message", "metrics", "move_asked_at",
+    "again_asked", "image_on", "island", "launched_at", "lost_steps", "lot_id", "lot_index",
+    "lot_values", "message", "metrics", "move_asked_at",
     "move_to", "moving", "order_seq", "outputs", "passed", "pauses", "peak_device_bytes",
     "peak_host_bytes", "peaks", "prepared_us", "preset", "request_id", "resized_at", "result",
     "retry_at", "save_asked", "saved", "seat", "shares", "started_at", "state", "submitted_at",
@@ -413,6 +414,9 @@ NOT_ON_PAGE: dict[str, set[Place]] = {
         ("retry", "rules"), ("max_duration_s",), ("from_checkpoint",), ("isolation",),
         ("notice", "signal"), ("notice", "seconds"), ("session", "idle_s"), ("image",),
         ("mounts",), *(path for path in TASK_FIELDS if path[0] == "resources"),
+    },
+    "counts, and the table of its members, show what became of a lot": {
+        ("array", "count"), ("array", "at_once"), ("array", "max_failures"), ("matrix",),
     },
     "shown as results, when there are some": {("outputs",), ("artifacts",), ("publish",)},
 }  # fmt: skip

@@ -18,7 +18,7 @@ from app.db import transactions
 from app.db.models import Island
 from app.intake import island_assignment, sessions, tunnels
 from app.messaging import broker, outbox
-from app.scheduling import gang_tickets, housekeeping
+from app.scheduling import gang_tickets, housekeeping, journal
 from app.scheduling.housekeeping import Sweeper
 from app.settings import settings
 from workers.control.loop import Loop, keep
@@ -63,6 +63,10 @@ class Control(Loop):
         except BaseException:
             self.dark_since_s.clear()  # a look that failed has seen no island
             raise
+        # In a transaction of its own, as rows of lots are locked after tasks.
+        with transactions.transaction() as session:
+            more = journal.look_at_lots(session)
+            journal.settle(session)
         with transactions.transaction() as session:
             assigned, after = island_assignment.assign_new(session, after=self.assigned_until)
             touched |= assigned | gang_tickets.try_again(session)
@@ -75,7 +79,7 @@ class Control(Loop):
             self.package_locker.wake.set()
         self.assigned_until = after or ""
         self._chores()
-        return 0.0 if after else 2 * settings().tick_s
+        return 0.0 if after or more else 2 * settings().tick_s
 
     def _take_over(self) -> set[str]:
         """Give the unfinished requests of lost islands to other islands; return all that changed.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from fastapi import Header, Query, Response
+from fastapi import Body, Header, Query, Response
 from pydantic import AfterValidator, WithJsonSchema
 from sqlalchemy import Text, bindparam, func, literal_column, select
 from sqlalchemy.orm import Session
@@ -29,6 +29,7 @@ from app.api.schemas.requests import (
     RequestPatch,
     RequestPlan,
     RequestSummary,
+    RetryIn,
     Validated,
 )
 from app.api.times import Time
@@ -39,9 +40,11 @@ from app.db.models import Request, Task, Tenant, User
 from app.db.transactions import Db, plan_for_values, released, transaction
 from app.errors import BadInput, Forbidden, NotFound
 from app.insight import phases
+from app.insight.lot_counts import lot_states
 from app.intake import actions, intake, island_assignment
 from app.messaging.live_updates import LONGEST_WAIT_S as LOOK_AGAIN_S
 from app.messaging.live_updates import changes
+from app.scheduling.journal.lots import IS_NO_MEMBER
 
 LONGEST_WAIT_S = 60.0
 
@@ -286,18 +289,18 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 @router.patch(
     "/requests/{id}",
     response_model=RequestOut,
-    summary="Change priority or labels, or keep it",
+    summary="Change priority, labels or lots, or keep it",
     responses=declared(403, 404, 409),
 )
 def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
     """Changes the priority, which counts within the tenant.  `labels` replaces all labels.
+    `at_once` and `max_failures` change its lots.
 
     A request with `keep` is not deleted, however old it is, and neither are its checkpoints.  A
     tenant keeps a limited number of requests (409 `quota-exceeded`).
     """
     found = request_to_act_on(session, caller, id)
-    given = {"priority": body.priority, "labels": body.labels, "keep": body.keep}
-    actions.change_request(session, found, by=caller.user_name, **given)  # type: ignore[arg-type]
+    actions.change_request(session, found, by=caller.user_name, **body.model_dump())
     return request_out(session, caller, found)
 
 
@@ -339,6 +342,20 @@ def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     return request_out(session, caller, found)
 
 
+@router.post("/requests/{id}/retry", summary="Start failed tasks again", **_WISH)
+def retry_request(
+    id: str, caller: Authed, session: Db, body: Annotated[RetryIn, Body()] = RetryIn()
+) -> dict[str, Any]:
+    """Lets the tasks of the request that failed start again, and those of its lots' members; a
+    cancelled lot also makes the members that it had left.
+
+    A task goes on from its newest checkpoint, and all its attempts count anew.
+    """
+    found = request_to_act_on(session, caller, id)
+    actions.retry_request(session, found, body.states, by=caller.user_name)
+    return request_out(session, caller, found)
+
+
 @router.delete(
     "/requests/{id}",
     summary="Delete an ended request",
@@ -360,7 +377,7 @@ def delete_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 
 _TASKS = (
     select(Task)
-    .where(Task.request_id == bindparam("id"))
+    .where(Task.request_id == bindparam("id"), IS_NO_MEMBER)
     .order_by(Task.ordinal)
     .execution_options(populate_existing=True)
 )
@@ -370,6 +387,8 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
     """Return what `request_out` will read of the request, once it is written."""
     request, tasks = accepted.request, accepted.tasks
     shown = [new_task_out(request, task, accepted.needs[task.spec.name]) for task in tasks]
+    # a lot counts as its members
+    new = [(t["phase"], t["lot"]["count"]) if t["lot"] else (t["phase"], 1) for t in shown]
     columns = {name: value for name, value in request.items() if name != "descriptor"}
     return RequestOut.model_validate(
         {
@@ -379,8 +398,8 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
             "tenant": caller.tenant_name,
             "user": caller.user_name,
             "ended_at": None,
-            "task_states": {"blocked": len(tasks)},
-            "task_phases": dict(Counter(task["phase"] for task in shown)),
+            "task_states": {"blocked": sum(count for _, count in new)},
+            "task_phases": dict(sum((Counter({p: n}) for p, n in new), Counter[str]())),
             "hold": min(task.hold for task in tasks),
             "bundle": str(request["descriptor"].get("bundle") or ""),
             "tasks": shown,
@@ -414,17 +433,20 @@ _COUNTED = (
         phases.TASK_PHASE.label("phase"),
         Task.hold,
         phases.IS_NO_TICKET.label("leads"),
+        Task.lot_id.label("lot"),
         func.count(),
     )
-    .where(Task.request_id.in_(bindparam("ids", expanding=True)))
-    .group_by(Task.request_id, Task.state, "phase", Task.hold, "leads")
+    .where(Task.request_id.in_(bindparam("ids", expanding=True)), IS_NO_MEMBER)
+    .group_by(Task.request_id, Task.state, "phase", Task.hold, "leads", "lot")
 )
 
 
 @dataclass(slots=True)
 class _Counted:
-    """Counts the tasks of one request by state and by phase, and lists the phases of its leading
-    tasks and the holders of tasks that have not ended.
+    """Counts the tasks of one request, and the members of its lots, by state and by phase.
+
+    `leading` are the phases of its leading tasks, `holders` the holders of tasks that have not
+    ended.
     """
 
     states: Counter[str] = field(default_factory=Counter)
@@ -438,14 +460,24 @@ def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]
     ids = [request.id for request in requests]
     names = {row.id: row for row in session.execute(_NAMES, {"ids": ids})}
     counted: dict[str, _Counted] = defaultdict(_Counted)
-    for id, state, phase, hold, leads, n in session.execute(_COUNTED, {"ids": ids}):
+    lots: dict[str, str] = {}
+    for id, state, phase, hold, leads, lot, n in session.execute(_COUNTED, {"ids": ids}):
         of = counted[id]
+        if lot is not None:
+            lots[lot] = id
+            of.holders.update({hold} if state not in ENDED else ())
+            continue
         of.states[state] += n
         of.phases[phase] += n
         if leads:
             of.leading.add(phase)
         if state not in ENDED:
             of.holders.add(hold)
+    for lot, members in lot_states(session, lots).items():
+        of = counted[lots[lot]]
+        of.states.update(members.states)
+        of.phases.update(members.phases)
+        of.leading.update(members.phases)
     return [
         _summary(request, names[request.id], counted[request.id])
         for request in requests

@@ -30,6 +30,7 @@ from sqlalchemy import (
     cast,
     func,
     literal_column,
+    or_,
     select,
     true,
     tuple_,
@@ -50,11 +51,13 @@ from app.db.models import LogLine, Request, RequestEvent, Task, Xid8
 from app.db.transactions import Db, transaction
 from app.errors import NotFound, Unavailable
 from app.messaging.live_updates import LONGEST_WAIT_S, Subscription, changes
+from app.scheduling.journal.lots import IS_LOT, IS_NO_MEMBER
 
 READ_AT_ONCE = 500  # rows per read of a stream
 # seconds until a stream looks again for rows of transactions that had not ended
 SOONEST_S, LATEST_S = 0.05, 1.0
 MAX_TAIL = 10_000  # lines
+MEMBERS_READ = 1000  # members of a request's lots whose lines are read together
 RETRY_MS = 1000  # milliseconds until a browser reconnects
 PATIENT_S = 60.0  # seconds that an open stream may wait for its turn to read
 
@@ -331,16 +334,19 @@ def _log_stream(caller: Caller, request_id: str, lines: Lines, after: str | None
 def _tasks(session: Session, request_id: str, wanted: str | None) -> dict[str, str]:
     """Return id -> name of the request's tasks, or of the task `wanted`; raises NotFound.
 
-    `wanted` is a name or an id.
+    `wanted` is a name or an id. Without it, of the members of lots only the newest are among them.
     """
     query = select(Task.id, Task.name).where(Task.request_id == request_id)
-    names = {id: name for id, name in session.execute(query)}
-    if wanted is None:
+    if wanted is not None:
+        found = query.where(or_(Task.id == wanted, Task.name == wanted))
+        if not (names := {id: name for id, name in session.execute(found)}):
+            raise NotFound("task", wanted)
         return names
-    found = {id: name for id, name in names.items() if wanted in (id, name)}
-    if not found:
-        raise NotFound("task", wanted)
-    return found
+    names = {id: name for id, name in session.execute(query.where(IS_NO_MEMBER))}
+    lot = select(Task.id).where(Task.request_id == request_id, IS_LOT)
+    newest = select(Task.id, Task.name).where(Task.lot_id.in_(lot), Task.lot_index.is_not(None))
+    newest = newest.order_by(Task.id.desc()).limit(MEMBERS_READ)
+    return names | {id: name for id, name in session.execute(newest)}
 
 
 def _before(session: Session, lines: Lines, tail: int | None) -> str | None:

@@ -24,6 +24,7 @@ from app.api.schemas.base import Page, PhaseWord, TaskState
 from app.api.schemas.tasks import (
     CheckpointOut,
     Explained,
+    LotOut,
     MetricOut,
     MigrateIn,
     PlacementOut,
@@ -42,12 +43,14 @@ from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import task_phase
 from app.core.model.protocol.messages import ARTIFACTS
 from app.core.model.provisions import process_images
+from app.core.model.provisions.lots import Array
 from app.core.model.provisions.resources import of_amounts
 from app.core.model.provisions.tunnel import why_not_into
 from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task, Tenant
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict, NotFound
 from app.insight import explain, phases, reports
+from app.insight.lot_counts import ends_in_s, lot_states, phase_of
 from app.insight.reports import NetworkUse
 from app.insight.time_spent import time_spent
 from app.intake import actions
@@ -72,6 +75,10 @@ def list_tasks(
     ] = None,
     phase: AskedPhases = None,
     request_id: str | None = None,
+    name: Annotated[str | None, Query(description="The exact name.")] = None,
+    lot: Annotated[
+        str | None, Query(description="The id of a lot: its members, the newest first.")
+    ] = None,
 ) -> dict[str, Any]:
     """Lists the tasks of the tenants that you see; every filter narrows the list."""
     query = select(Task).where(of_caller(caller, Task.tenant_id))
@@ -83,7 +90,11 @@ def list_tasks(
         query = query.where(phases.has_task_in(asked))
     if request_id is not None:
         query = query.where(Task.request_id == request_id)
-    by_state = request_id is None and (states or asked or not caller.sees_all)
+    if name is not None:
+        query = query.where(Task.name == name)
+    if lot is not None:
+        query = query.where(Task.lot_id == lot, Task.lot_index.is_not(None))
+    by_state = request_id is None and lot is None and (states or asked or not caller.sees_all)
     found = paging.read(
         session,
         query,
@@ -382,9 +393,30 @@ def task_outs(session: Session, caller: Caller, tasks: Sequence[Task]) -> list[T
         session, [task.id for task in tasks if task.resized_at is not None]
     )
     used = reports.network_use(session, tasks)
-    return [
+    shown = [
         _task_out(task, caller, needs[task.id], lent[task.id], used.get(task.id)) for task in tasks
     ]
+    _count_members(session, shown)
+    return shown
+
+
+def _count_members(session: Session, shown: Sequence[TaskOut]) -> None:
+    """Add what became of their members to the lots among these tasks."""
+    lots = {task.id: task for task in shown if task.lot_id == task.id}
+    for id, state in lot_states(session, lots).items():
+        out, counts = lots[id], state.counts
+        out.lot_id = None
+        out.lot = LotOut(
+            count=counts.count,
+            at_once=counts.at_once,
+            max_failures=counts.failures_allowed,
+            phases=dict(state.phases),
+            left=counts.left,
+            is_held=counts.has_failed_too_often,
+            ends_in_s=ends_in_s(session, id, state),
+        )
+        if out.state not in ENDED:
+            out.phase = phase_of(state, out.hold).value
 
 
 _NOTHING_COUNTED = ResourcesOut()  # given, because a default is copied for each task
@@ -423,6 +455,21 @@ def new_task_out(
         "inputs": said["inputs"],
         "publish": said["publish"],
         "network": said["network"],
+        "lot": _new_lot_out(spec.array),
+    }
+
+
+def _new_lot_out(array: Array | None) -> dict[str, Any] | None:
+    if array is None:
+        return None
+    return {
+        "count": array.count,
+        "at_once": array.at_once,
+        "max_failures": array.failures_allowed,
+        "phases": {"queued": array.count},
+        "left": array.count,
+        "is_held": False,
+        "ends_in_s": None,
     }
 
 

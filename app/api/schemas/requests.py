@@ -24,6 +24,7 @@ from app.api.schemas.base import (
     example_of,
 )
 from app.api.schemas.tasks import NeedOut, TaskOut
+from app.core.model.provisions.lots import MOST_AT_ONCE, MOST_MEMBERS
 
 
 class RequestPatch(In):
@@ -32,6 +33,22 @@ class RequestPatch(In):
     labels: Labels | None = Field(None, max_length=32)
     keep: bool | None = Field(
         None, description="true: keep it with its checkpoints, however old it is; false: let it go."
+    )
+    at_once: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_AT_ONCE,
+        description="Most members of its lots that are queued or run; 0 starts no more of them.",
+    )
+    max_failures: int | None = Field(
+        None, ge=0, le=MOST_MEMBERS, description="More failures hold its lots."
+    )
+
+
+class RetryIn(In):
+    model_config = example(states=["failed"])
+    states: list[Literal["failed", "cancelled"]] = Field(
+        ["failed"], min_length=1, max_length=2, description="Tasks in these states start again."
     )
 
 
@@ -88,7 +105,9 @@ class RequestOut(RequestSummary):
         tasks=[example_of(TaskOut)],
     )
     bundle: str
-    tasks: list[TaskOut]
+    tasks: list[TaskOut] = Field(
+        description="Its tasks, without the members of lots: `GET /v1/tasks?lot=ID` lists these."
+    )
     notes: list[str] = Field(
         default=[],
         description="Warnings about likely mistakes; only in the response to a submission.",

@@ -111,6 +111,30 @@ class DroppedFilesOut(Out):
     first: list[str] = Field(description="The paths of up to five of them.")
 
 
+class LotOut(Out):
+    """Counts the members of a lot, which is many tasks from one description."""
+
+    model_config = example(
+        count=10_000,
+        at_once=200,
+        max_failures=100,
+        phases={"queued": 6676, "running": 200, "done": 3112, "failed": 12},
+        left=6676,
+        is_held=False,
+        ends_in_s=5410.0,
+    )
+    count: int
+    at_once: int = Field(description="Most members that are queued or run at any time.")
+    max_failures: int | None = Field(description="More failures hold the lot; null: none do.")
+    phases: dict[str, int] = Field(description="Number of members in each phase.")
+    left: int = Field(description="Members that wait for their turn, and are no tasks yet.")
+    is_held: bool = Field(description="Too many members failed, so no more start.")
+    ends_in_s: float | None = Field(
+        description="Expected time until the last member ends: those that remain, times the median "
+        "of those that are done, divided by those that run. Null: not known yet."
+    )
+
+
 class TaskOut(Out):
     model_config = example(
         id=EXAMPLE_TASK,
@@ -222,6 +246,12 @@ class TaskOut(Out):
     )
     publish: dict[str, str] = Field(
         {}, description="The outputs that become new datablock versions when the task is done."
+    )
+    lot: LotOut | None = Field(None, description="What became of its members, if it is a lot.")
+    lot_id: str | None = Field(None, description="The lot of which the task is a member.")
+    lot_index: int | None = Field(None, description="The index of the member in its lot.")
+    lot_values: dict[str, str | int | float | bool] | None = Field(
+        None, description="The values that the matrix has for the member."
     )
     metrics: dict[str, Any] = {}
     capabilities: list[str] = Field(

@@ -1,4 +1,6 @@
-"""Verbs that change work: cancel, pause, resume, migrate, resize, checkpoint, keep, delete."""
+"""Verbs that change work: cancel, pause, resume, retry, at-once, migrate, resize, checkpoint, keep,
+delete.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,41 @@ def pause(ctx: typer.Context, ids: Several, output: Format = Output.table) -> No
 def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
     """Resume a paused request or task, after the last step that it finished."""
     _ask(ctx, "resume", ids, {"requests": "release", "tasks": "resume"}, output)
+
+
+@app.command(rich_help_panel=WORK)
+def retry(
+    ctx: typer.Context,
+    ids: Several,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="those that failed; this is the default")
+    ] = False,
+    cancelled: Annotated[
+        bool, typer.Option("--cancelled", help="those that were cancelled")
+    ] = False,
+    output: Format = Output.table,
+) -> None:
+    """Start the failed tasks of requests again, and of their lots the failed members."""
+    asked = {"failed": failed or not cancelled, "cancelled": cancelled}
+    states = [state for state, is_asked in asked.items() if is_asked]
+    _each(
+        ctx,
+        "retry",
+        ids,
+        lambda client, path: client.post(f"{path}/retry", {"states": states}),
+        output,
+    )
+
+
+@app.command("at-once", rich_help_panel=WORK)
+def bound_members(
+    ctx: typer.Context,
+    id: Which,
+    most: Annotated[int, typer.Argument(min=0, help="most members that are queued or run")],
+    output: Format = Output.table,
+) -> None:
+    """Set how many members of a request's lots are queued or run at once; 0 starts no more."""
+    _each(ctx, "at-once", [id], lambda client, path: client.patch(path, {"at_once": most}), output)
 
 
 @app.command(rich_help_panel=WORK)

@@ -38,18 +38,22 @@ def outputs(
 ) -> None:
     """List outputs of a request or task, and the kept files of a command.
 
-    With FILE or --files, the kept files are listed one by one, and --to downloads only these.
+    With FILE or --files, the kept files are listed one by one, and --to downloads only these. Of a
+    lot, --to gets the outputs of all members, unpacked, each in a folder of its own.
     """
     with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
-        given = wording.outputs(found["tasks"] if kind == "requests" else [found])
+        tasks = found["tasks"] if kind == "requests" else [found]
+        lots = [task for task in tasks if task["lot"]]
+        members = [each for lot in lots for each in client.items("/v1/tasks", lot=lot["id"])]
+        given = wording.outputs([*tasks, *sorted(members, key=lambda each: each["lot_index"])])
         if wanted or list_files:
             _show_kept_files(client, given, wanted or ["*"], to, output)
             return
         files = [each for each in given if each["file"]]
         if to is not None and files:
-            _download(client, files, to)
+            _download(client, files, to, unpacked=bool(members))
     if given or output in (Output.json, Output.yaml):
         show(given, output, lambda: table(given, wording.OUTPUTS))
     if not given:
@@ -99,15 +103,28 @@ def _extract(archive: ZipFile, info: ZipInfo, folder: Path) -> Path:
         raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _download(client: Client, given: list[JSON], folder: Path) -> None:
+def _download(client: Client, given: list[JSON], folder: Path, *, unpacked: bool) -> None:
+    """Download outputs that are files into the folder; `unpacked`, into a folder for each task."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for each in given:
-            file = folder / each["file"]
-            client.fetch(f"/v1/tasks/{each['task_id']}/outputs/{each['name']}", file)
+            path = f"/v1/tasks/{each['task_id']}/outputs/{each['name']}"
+            if unpacked and each["name"] == wording.artifacts_name():
+                _unpack(client, path, folder / each["task"])
+                continue
+            file = (folder / each["task"] if unpacked else folder) / each["file"]
+            file.parent.mkdir(exist_ok=True)
+            client.fetch(path, file)
             err().print(f"{file}: {each['size_bytes']} bytes")
     except OSError as error:
         raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
+
+
+def _unpack(client: Client, path: str, folder: Path) -> None:
+    with kept_files.opened_zip(client, path) as archive:
+        for info in kept_files.files_in(archive):
+            _extract(archive, info, folder)
+    err().print(f"{folder}")
 
 
 @app.command(rich_help_panel=WORK)

@@ -109,6 +109,20 @@ def submit(
         str,
         typer.Option(help="further attempts after a failure, or: never, not even a lost device"),
     ] = "",
+    array: Annotated[
+        str,
+        typer.Option(help="so many members from one description: 0-9999%200, 200 of them at once"),
+    ] = "",
+    matrix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--matrix", help="a member for each value: lr=1e-3,1e-4, or seed=0-9; repeatable"
+        ),
+    ] = None,
+    max_failures: Annotated[
+        float | None,
+        typer.Option(help="with --array or --matrix: more failures hold it; below 1 a share"),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -125,6 +139,7 @@ def submit(
     roundhouse submit folder -- python train.py --lr 0.1
     roundhouse submit train.py -e requirements.txt -- --epochs 2  (with packages)
     roundhouse submit folder --job train:Train -p lr=0.1
+    roundhouse submit train.py --matrix lr=1e-3,1e-4 --matrix seed=0-9 -- --lr '${matrix.lr}'
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
@@ -146,6 +161,7 @@ def submit(
     _set_files(descriptor, mount or [], image)
     _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
     _set_variables(descriptor, env or [], secret or [])
+    _set_lot(descriptor, array, matrix or [], max_failures)
     _set_order(descriptor, label or [], priority, tier)
     folder = next((each for each in (bundle, source) if each is not None and each.is_dir()), None)
     is_offered = run is not None and not descriptor.get("environment")
@@ -219,6 +235,9 @@ _OWN_OPTIONS = {
     "--priority",
     "--tier",
     "--retry",
+    "--array",
+    "--matrix",
+    "--max-failures",
     "--idempotency-key",
 }
 
@@ -302,6 +321,42 @@ def _set_variables(descriptor: JSON, env: list[str], secrets: list[str]) -> None
     if secrets:
         task = _only_task(descriptor, "--secret")
         task["secrets"] = [*dict.fromkeys([*(task.get("secrets") or []), *secrets])]
+
+
+def _set_lot(descriptor: JSON, array: str, matrix: list[str], max_failures: float | None) -> None:
+    """Make the only task a lot."""
+    if not (array or matrix):
+        if max_failures is not None:
+            raise typer.BadParameter("--max-failures goes with --array or --matrix")
+        return
+    task = _only_task(descriptor, "--array" if array else "--matrix")
+    if matrix:
+        values = _pairs("--matrix", "KEY=VALUE,...", matrix)
+        task["matrix"] = {key: _values(said) for key, said in values.items()}
+    found = _ARRAY.fullmatch(array)
+    if array and (found is None or (found["last"] and matrix)):
+        told = "with --matrix only %N, which says how many run at once" if matrix else "0-LAST%N"
+        raise typer.BadParameter(f"--array must be {told}; got {array}")
+    said = found.groupdict() if found is not None else {}
+    last, at_once = said.get("last"), said.get("at_once")
+    given = {
+        "count": int(last) + 1 if last else None,
+        "at_once": int(at_once) if at_once else None,
+        "max_failures": max_failures,
+    }
+    task["array"] = {name: value for name, value in given.items() if value is not None} or None
+
+
+_ARRAY = re.compile(r"(0-(?P<last>\d{1,9}))?(%(?P<at_once>\d{1,9}))?")
+
+
+def _values(said: str) -> Any:
+    """Return the values of a key; the service reads a range."""
+    if re.fullmatch(r"\d{1,9}-\d{1,9}", said):
+        return said
+    from app.cli.descriptor_file import parse_param
+
+    return [parse_param(f"value={each}")[1] for each in said.split(",")]
 
 
 def _set_order(descriptor: JSON, labels: list[str], priority: int | None, tier: str) -> None:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.device_fraction import told_fraction
+from app.core.model.lot_members import LotCounts
 from app.core.model.provisions import session
 from app.core.model.retry_decision import HELD_BY_RULE, AvoidedDevice
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
@@ -31,12 +32,15 @@ CODES = {
     "HELD_BY_USER": "change_request",
     "HELD_BY_RULE": "change_request",
     "IDLE_SESSION": "change_request",
+    "LOT_HELD": "change_request",
+    "LOT_FAILURES": "change_request",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
     "TICKETS": "wait",
     "GANG_WANTS_NONE": "wait",
     "RETRY_BACKOFF": "wait",
     "STORE_REFUSES": "ask_admin",
+    "LOT_MEMBERS": "wait",
     "ENVIRONMENT_PENDING": "wait",
     "NOT_LOOKED_AT": "wait",
     "NO_SCHEDULER": "ask_admin",
@@ -70,6 +74,9 @@ CODES = {
 
 #: The actions that a `Change` may ask for.
 ACTIONS = {
+    "set_at_once": "the request's at_once becomes `value`",
+    "set_max_failures": "the request's max_failures becomes `value`",
+    "wait_for_members": "the last `value` members of the lot have ended",
     "release": "somebody who may lets it go",
     "wait_for_tasks": "the tasks in `value` are done",
     "wait_for_tickets": "its gang has tickets on the islands in `value`",
@@ -110,6 +117,9 @@ START = frozenset(
 #: Reasons that do not end when others release devices; while such a reason lasts, there is no
 #: estimate.
 CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
+    "LOT_HELD",
+    "LOT_FAILURES",
+    "LOT_MEMBERS",
     "ENVIRONMENT_PENDING",
     "NOT_LOOKED_AT",
     "NO_SCHEDULER",
@@ -270,6 +280,31 @@ def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -
             conditions.not_before_s,
         )
     yield from _by_terms(conditions.terms)
+
+
+def of_lot(counts: LotCounts) -> tuple[Reason, ...]:
+    """Return why a lot makes no member now, or that it has not ended yet."""
+    of, live, left = f"{counts.count:,}", f"{counts.live:,}", f"{counts.left:,}"
+    if counts.has_failed_too_often:
+        told = f"{counts.failed} of {of} members failed, more than max_failures allows"
+        told = f"{told} ({counts.failures_allowed}): no other member starts."
+        change = Change(action="set_max_failures", value=counts.failed)
+        until = "somebody resumes it, retries the failed ones, or raises max_failures"
+        return (_reason("LOT_FAILURES", told, until, change),)
+    if not counts.at_once:
+        told = f"Held: its at_once is 0, so that none of its {of} members starts."
+        change = Change(action="set_at_once", value=1)
+        return (_reason("LOT_HELD", told, "its at_once is raised", change),)
+    if not counts.left:
+        told = f"Its last {counted(counts.live, 'member')} {_is(counts.live)} queued or running."
+        change = Change(action="wait_for_members", value=counts.live)
+        return (_reason("LOT_MEMBERS", told, "they end", change),) if counts.live else ()
+    if counts.room:
+        return ()
+    told = f"{live} of {of} members are queued or running, as many as at_once allows; "
+    told += f"{left} follow."
+    change = Change(action="set_at_once", value=counts.at_once + 1)
+    return (_reason("LOT_MEMBERS", told, "a member ends", change),)
 
 
 def _by_terms(terms: Terms) -> Iterator[Reason]:

@@ -52,6 +52,7 @@ from app.core.model.provisions.environment import (
     read_environment,
     read_task_environment,
 )
+from app.core.model.provisions.lots import Array, Matrix, read_lot
 from app.core.model.provisions.mounts import need_of, read_mounts
 from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, read_network
 from app.core.model.provisions.notice import Notice, read_notice
@@ -74,6 +75,7 @@ SHARING_NEED = "isolation:user"  # of devices whose workers know that value
 ONE_DEVICE = ("function", "command")
 
 MAX_TASKS = 1000
+MAX_MATRICES = 16  # most tasks of a request that are a matrix
 MAX_ISLANDS = 64
 MAX_PARAMS_BYTES = 256 * 1024  # most bytes of a task's parameters as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
@@ -230,6 +232,9 @@ class TaskDescriptor:
     # one of ISOLATIONS, or "" for a function that shares its process within its request
     # (`core.model.shared_process`)
     isolation: str = ""
+    # Set for a lot, which is many tasks (`provisions.lots`); its members have neither.
+    array: Array | None = None
+    matrix: Matrix | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +295,11 @@ def _faults_together(descriptor: Descriptor, *, has_bundle: bool) -> Iterator[Fa
 
 def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
     found = fields.items("tasks", least=1, most=MAX_TASKS)
+    matrices = [where for where, body in found if isinstance(body, dict) and body.get("matrix")]
+    if len(matrices) > MAX_MATRICES:
+        told = f"at most {MAX_MATRICES} tasks may have a matrix; got {len(matrices)}"
+        fields.faults.append(Fault(f"{matrices[MAX_MATRICES]}/matrix", told, "range"))
+        return ()
     tasks = tuple(_task(Fields(body, where, fields.faults)) for where, body in found)
     seen: set[str] = set()
     for (where, _), task in zip(found, tasks, strict=True):
@@ -323,6 +333,13 @@ def _task(fields: Fields) -> TaskDescriptor:
     return task
 
 
+def faults_of_task(task: TaskDescriptor, pointer: str) -> list[Fault]:
+    """Return what a tenant that submitted this very task would be told."""
+    faults: list[Fault] = []
+    _task(Fields(as_json(task), pointer, faults))
+    return faults
+
+
 def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
     fields.require("name", "run")
     name = fields.text("name", "", NAME, NAME_RULE)
@@ -330,6 +347,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
     usual = _executors(fields.body) if run.kind == "graph" else 1
     world_size = fields.integer("world_size", usual, least=1, most=100_000)
     max_duration_s = fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S)
+    array, matrix = read_lot(fields)
     task = TaskDescriptor(
         name=name,
         type=fields.text("type", "default", NAME, NAME_RULE),
@@ -338,7 +356,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
         inputs=_inputs(fields),
         outputs=fields.texts("outputs", WORD, WORD_RULE),
         artifacts=read_artifacts(fields, run_kind=run.kind),
-        publish=_publish(fields),
+        publish=_publish(fields, is_lot=array is not None),
         start=_start(fields.inside("start")),
         world_size=world_size,
         devices=_devices(
@@ -366,6 +384,8 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             is_session=fields.body.get("session") is not None,
         ),
         isolation=fields.one_of("isolation", ISOLATIONS, ""),
+        array=array,
+        matrix=matrix,
     )
     return _with_needs(task)
 
@@ -544,7 +564,10 @@ def datablock(said: str) -> Source | None:
     return Source(kind="datablock", name=name, version=int(version) if at else None)
 
 
-def _publish(fields: Fields) -> dict[str, str]:
+def _publish(fields: Fields, *, is_lot: bool) -> dict[str, str]:
+    """Read `publish`; the names of a lot are checked when its values are in them
+    (`core.model.lot_members`).
+    """
     published: dict[str, str] = {}
     names: set[str] = set()
     said = fields.body.get("outputs")
@@ -553,7 +576,7 @@ def _publish(fields: Fields) -> dict[str, str]:
         where = f"publish/{escaped(port)}"
         if port not in outputs:
             fields.fault(where, f"{port!r:.80} is not in this task's outputs", "unknown-output")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
+        if not isinstance(name, str) or not (is_lot or NAME.fullmatch(name)):
             fields.fault(where, f"the name of a datablock must be {NAME_RULE}")
         elif name in names:
             fields.fault(
@@ -722,6 +745,8 @@ def as_json(task: TaskDescriptor) -> JSON:
         "resources": task.resources.as_json(),
         "session": task.session.as_json() if task.session is not None else None,
         "isolation": task.isolation or None,
+        "array": task.array.as_json() if task.array is not None else None,
+        "matrix": task.matrix.as_json() if task.matrix is not None else None,
     }
 
 

@@ -44,6 +44,8 @@ _EXAMPLES = {
     "start": '{"not_before": "2026-01-31T18:00:00+01:00"}',
     "mounts": '{"/data": "imagenet"}',
     "image": '"ubuntu"',
+    "array": '{"count": 100, "at_once": 10}',
+    "matrix": '{"lr": [0.001, 0.0001], "seed": "0-9"}',
 }
 NEGATIONS = ("not_", "no_", "without_", "exclude_")  # prefixes of wrong names
 OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks", "environment"})
@@ -52,6 +54,7 @@ OF_TASK = frozenset(
     | {"devices", "islands"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
     | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
+    | {"array", "matrix"}
 )
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

@@ -12,6 +12,10 @@ one. `running` begins when the device reports it, and continues while the task t
 other tasks on a device (`Share`), and when its cost changes (`Charge`). In `stopping` the island
 waits for the device to release the task.
 
+A lot stays `blocked` until all its members have ended (`Gathered`). A failed or cancelled task that
+a user lets start again (`Again`) keeps its epoch, so nothing that comes late from before counts. Of
+those that are done, only a lot starts again, for members of it that failed.
+
 `python -m app.core.model.lifecycle` prints the table of docs/reference/states.md.
 """
 
@@ -53,6 +57,8 @@ class Move(StrEnum):
     GaveUp = "GaveUp"
     Cancel = "Cancel"
     Stopped = "Stopped"
+    Gathered = "Gathered"
+    Again = "Again"
 
 
 # Moves that may end a task's stay on a device, in whatever state the task is there. Failed puts it
@@ -68,7 +74,12 @@ _ON_A_DEVICE = {
 }
 
 LIFE: dict[str, dict[str, str]] = {
-    "blocked": {"Unlocked": "waiting", "GaveUp": "failed", "Cancel": "cancelled"},
+    "blocked": {
+        "Unlocked": "waiting",
+        "GaveUp": "failed",
+        "Cancel": "cancelled",
+        "Gathered": "done",
+    },
     "waiting": {
         "Locked": "blocked",
         "Launch": "starting",
@@ -96,9 +107,9 @@ LIFE: dict[str, dict[str, str]] = {
         "GaveUp": "cancelled",
         "Stopped": "cancelled",
     },
-    "done": {},
-    "failed": {},
-    "cancelled": {},
+    "done": {"Again": "blocked"},
+    "failed": {"Again": "blocked"},
+    "cancelled": {"Again": "blocked"},
 }
 
 ENDED = frozenset({State.done, State.failed, State.cancelled})
@@ -113,7 +124,7 @@ class IllegalMove(Exception):
 
     def __init__(self, task: str, state: str, move: str) -> None:
         self.task, self.state, self.move = task, state, move
-        expected = ", ".join(LIFE[state]) or "nothing more"
+        expected = ", ".join(LIFE[state])
         super().__init__(f"task {task} is {state}, got {move}, expected {expected}")
 
 

@@ -97,7 +97,7 @@ class Task(Base):
 
     __tablename__ = "tasks"
     id: Mapped[str] = mapped_column(primary_key=True)
-    request_id: Mapped[str] = mapped_column(ForeignKey("requests.id"), index=True)
+    request_id: Mapped[str] = mapped_column(ForeignKey("requests.id"))
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
     island: Mapped[str | None] = mapped_column(ForeignKey("islands.name"))
@@ -108,6 +108,14 @@ class Task(Base):
     # For a gang that spans islands, and for its tickets (`app.scheduling.gang_tickets`): the id of
     # the gang.
     gang_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    # For a lot, and for its members (`app.scheduling.journal.lots`): the id of the lot. A lot has
+    # no index and no island.
+    lot_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    lot_index: Mapped[int | None]
+    # the values of a member's matrix, by key
+    lot_values: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    # True: an ended task or lot starts again, as a user asked; for members see `Lot.again`
+    again_asked: Mapped[bool] = mapped_column(server_default=text("false"))
     ordinal: Mapped[int]
     name: Mapped[str]
     type: Mapped[str]
@@ -225,6 +233,29 @@ class Task(Base):
             postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
         ),
         Index("ix_tasks_island_txid", "island", "txid"),
+        # A request has few tasks that are no members; the unique constraint finds all of them.
+        Index("ix_tasks_request_id", "request_id", postgresql_where=text("lot_index is null")),
+        Index(
+            "uq_tasks_lot_id",
+            "lot_id",
+            "lot_index",
+            unique=True,
+            postgresql_where=text("lot_index is not null"),
+        ),
+        Index(
+            "ix_tasks_lot_live",
+            "lot_id",
+            postgresql_where=text(
+                "lot_index is not null and state not in ('done', 'failed', 'cancelled')"
+            ),
+        ),
+        Index(
+            "ix_tasks_lot_failed",
+            "lot_id",
+            "lot_index",
+            postgresql_where=text("lot_index is not null and state in ('failed', 'cancelled')"),
+        ),
+        Index("ix_tasks_again_asked", "id", postgresql_where=text("again_asked")),
         Index("ix_tasks_gang_id", "gang_id", postgresql_where=text("gang_id is not null")),
         Index("ix_tasks_gang_txid", "txid", postgresql_where=text("gang_id is not null")),
         Index(
@@ -281,6 +312,39 @@ class Task(Base):
             postgresql_where=text("outputs <> '{}'"),
         ),
         {"postgresql_with": {"fillfactor": "70"}},
+    )
+
+
+class Lot(Base):
+    """Counts the members of a lot (`core.model.lot_members.LotCounts`); the lot itself is a task.
+
+    Transactions that lock tasks lock them before this row.
+    """
+
+    __tablename__ = "lots"
+    id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    count: Mapped[int]
+    at_once: Mapped[int]
+    failures_allowed: Mapped[int | None]
+    made: Mapped[int] = mapped_column(server_default="0")
+    # Ended members that are to start again: those in one of `again_states` that ended before
+    # `again_before`.
+    again: Mapped[int] = mapped_column(server_default="0")
+    again_states: Mapped[list[Any]] = json_column("[]")
+    again_before: Mapped[datetime | None]
+    live: Mapped[int] = mapped_column(server_default="0")
+    done: Mapped[int] = mapped_column(server_default="0")
+    failed: Mapped[int] = mapped_column(server_default="0")
+    cancelled: Mapped[int] = mapped_column(server_default="0")
+    # sums over the members that have ended
+    held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    pauses: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # False: control need not look at it, until a user changes something
+    is_open: Mapped[bool] = mapped_column(server_default=text("true"))
+    __table_args__ = (
+        CheckConstraint("live >= 0 and again >= 0 and made <= count", name="counts"),
+        Index("ix_lots_open", "id", postgresql_where=text("is_open")),
     )
 
 

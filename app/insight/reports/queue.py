@@ -16,6 +16,7 @@ from app.db.models import Island, Request, Task, Tenant, User
 from app.insight import explain, phases
 from app.insight.explain import Why
 from app.insight.forecast import Start
+from app.scheduling.journal.lots import IS_NO_MEMBER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +158,15 @@ def median_wait_s(session: Session, tenant: str | None) -> float | None:
     """Return the median time from submission to first start, in seconds; None if no task has
     started.
 
-    It covers the tasks of the newest requests that have started.
+    It covers the tasks of the newest requests that have started, without members of lots, which
+    wait for each other.
     """
     newest = select(Request.id).order_by(Request.id.desc()).limit(NEWEST_REQUESTS)
     if tenant is not None:
         newest = newest.where(Request.tenant_id == tenant)
     waited_s = func.extract("epoch", Task.first_started_at - Task.submitted_at)
     query = select(func.percentile_cont(0.5).within_group(waited_s)).where(
-        Task.request_id.in_(newest), Task.first_started_at.is_not(None)
+        Task.request_id.in_(newest), IS_NO_MEMBER, Task.first_started_at.is_not(None)
     )
     found = session.scalar(query)
     return None if found is None else float(found)

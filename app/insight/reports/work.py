@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import isfinite
 from typing import Any
 
-from sqlalchemy import func, select, text, true
+from sqlalchemy import ColumnElement, and_, func, or_, select, text, true
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.descriptor import RUNS
-from app.core.model.lifecycle import NOT_STARTED, State
+from app.core.model.lifecycle import ENDED, NOT_STARTED, State
 from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import request_phase
 from app.core.model.provisions import process_images
@@ -24,8 +24,10 @@ from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant,
 from app.insight import explain, phases
 from app.insight.explain import Why
 from app.insight.forecast import Start
+from app.insight.lot_counts import LotState, ends_in_s, lot_states, phase_of
 from app.insight.reports.fleet import held_devices, steps_of
 from app.insight.reports.network import NetworkUse, network_use
+from app.scheduling.journal.lots import IS_NO_MEMBER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +87,29 @@ def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
             Task.request_id,
             phases.TASK_PHASE.label("phase"),
             phases.IS_NO_TICKET.label("leads"),
+            Task.lot_id,
             func.count(),
             func.sum(Task.total_held_us + Task.held_us),
             func.sum(Task.pauses),
             func.sum(Task.lost_steps),
         )
-        .where(Task.request_id.in_(ids))
-        .group_by(Task.request_id, "phase", "leads")
+        .where(Task.request_id.in_(ids), IS_NO_MEMBER)
+        .group_by(Task.request_id, "phase", "leads", Task.lot_id)
     )
-    for id, phase, leads, count, *more in session.execute(per_phase):
+    lots: dict[str, str] = {}
+    for id, phase, leads, lot, count, *more in session.execute(per_phase):
+        if lot is not None:
+            lots[lot] = id  # it counts as its members
+            continue
         counts[id][phase] = counts[id].get(phase, 0) + count
         if leads:
             leading[id].add(phase)
         sums[id] = [int(a) + int(b) for a, b in zip(sums[id], more, strict=True)]
+    for lot, state in lot_states(session, lots).items():
+        id, of_lot = lots[lot], (state.held_us, state.pauses, state.lost_steps)
+        counts[id] = dict(Counter(counts[id]) + Counter(state.phases))
+        leading[id].update(state.phases)
+        sums[id] = [a + b for a, b in zip(sums[id], of_lot, strict=True)]
     query = (
         select(Request, Tenant.name, User.name)
         .join(Tenant, Tenant.id == Request.tenant_id)
@@ -139,6 +151,8 @@ class TaskView:
     kind: str
     state: str
     phase: str
+    lot: LotState | None  # what became of its members, if it is a lot
+    ends_in_s: float | None  # expected time until the last of these ends
     hold: str
     place: int | None
     devices: tuple[str, ...]
@@ -196,13 +210,14 @@ def movement_of(task: Task) -> str:
 
 def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
     """Return tasks of the request in their order; of more than `limit`, those that are not done
-    first.
+    first.  Members of lots are left out.
     """
-    query = select(Task).where(Task.request_id == request)
+    query = select(Task).where(Task.request_id == request, IS_NO_MEMBER)
     query = query.order_by(Task.state == State.done, Task.ordinal).limit(limit)
     found = sorted(session.scalars(query), key=lambda task: task.ordinal)
     waiting = [task for task in found if task.state in NOT_STARTED]
     told = defaultdict(Why, explain.explain(session, waiting[:EXPLAINED]))
+    lots = lot_states(session, [task.id for task in found if task.lot_id is not None])
     held = held_devices(session, found)
     used = network_use(session, found)
     return [
@@ -212,7 +227,9 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
             type=task.type,
             kind=task.kind,
             state=task.state,
-            phase=phases.of_task(task),
+            phase=_phase(task, lots.get(task.id)),
+            lot=lots.get(task.id),
+            ends_in_s=ends_in_s(session, task.id, lots[task.id]) if task.id in lots else None,
             hold=task.hold,
             place=told[task.id].place,
             devices=held[task.id],
@@ -253,6 +270,60 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
     ]
 
 
+def _phase(task: Task, lot: LotState | None) -> str:
+    if lot is None or task.state in ENDED:
+        return phases.of_task(task)
+    return phase_of(lot, task.hold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LotMember:
+    """A member of a lot, as a row of a table.  `values` are those of its matrix."""
+
+    id: str
+    index: int
+    values: dict[str, Any]
+    phase: str
+    step: int
+    metrics: dict[str, Any]
+    total_held_us: int
+    message: str | None
+
+
+def members(
+    session: Session, lot: str, *, phase: str = "", after: int = -1, metric: str = "", limit: int
+) -> list[LotMember]:
+    """Return members of the lot by their indices, from behind `after` on; with `metric`, those with
+    the lowest last values of it.
+    """
+    query = select(Task).where(Task.lot_id == lot, Task.lot_index > after)
+    if phase:
+        query = query.where(phases.has_task_in([phase]))
+    if metric:
+        value = Task.metrics[metric]
+        is_number = func.jsonb_typeof(value) == "number"
+        query = query.where(is_number).order_by(value.as_float())
+    rows = session.scalars(query.order_by(Task.lot_index).limit(limit))
+    return [
+        LotMember(
+            id=task.id,
+            index=task.lot_index or 0,
+            values=task.lot_values or {},
+            phase=phases.of_task(task),
+            step=task.step,
+            metrics=task.metrics,
+            total_held_us=task.total_held_us + task.held_us,
+            message=task.message,
+        )
+        for task in rows
+    ]
+
+
+def _shown(request: str, members: Sequence[str]) -> ColumnElement[bool]:
+    """Return the condition that a task is one of the request's, or one of these members of lots."""
+    return or_(and_(Task.request_id == request, IS_NO_MEMBER), Task.id.in_(members))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedStay:
     """A launch of a task on a device, or an additional device that it was lent (`guest`).  `end` is
@@ -274,8 +345,12 @@ class ReportedStay:
     end: str | None
 
 
-def stays(session: Session, request: str, *, limit: int = 200) -> list[ReportedStay]:
-    """Return the last `limit` stays of a request's tasks, oldest first."""
+def stays(
+    session: Session, request: str, *, members: Sequence[str] = (), limit: int = 200
+) -> list[ReportedStay]:
+    """Return the last `limit` stays of a request's tasks, oldest first; of the members of its lots
+    only these.
+    """
     # One subquery per task, as in `log_tail`: with a plain join Postgres may read the placements of
     # all requests.
     of_task = select(Placement).where(Placement.task_id == Task.id)
@@ -283,7 +358,7 @@ def stays(session: Session, request: str, *, limit: int = 200) -> list[ReportedS
     query = (
         select(stay, Task.name)
         .join_from(Task, stay, true())
-        .where(Task.request_id == request)
+        .where(_shown(request, members))
         .order_by(stay.id.desc())
         .limit(limit)
     )
@@ -319,12 +394,16 @@ class KeptCheckpoint:
     damaged: bool
 
 
-def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[KeptCheckpoint]:
-    """List the checkpoints of a request's tasks, the newest first."""
+def checkpoints(
+    session: Session, request: str, *, members: Sequence[str] = (), limit: int = 20
+) -> list[KeptCheckpoint]:
+    """List the checkpoints of a request's tasks, the newest first; of the members of its lots only
+    those of these.
+    """
     query = (
         select(Checkpoint, Task.name)
         .join(Task, Task.id == Checkpoint.task_id)
-        .where(Task.request_id == request, Checkpoint.deleted_at.is_(None))
+        .where(_shown(request, members), Checkpoint.deleted_at.is_(None))
         .order_by(Checkpoint.id.desc())
         .limit(limit)
     )
@@ -353,8 +432,17 @@ class Said:
     text: str
 
 
-def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200) -> list[Said]:
-    """Return the last lines of all tasks of a request that contain `grep`, oldest first."""
+def log_tail(
+    session: Session,
+    request: str,
+    *,
+    members: Sequence[str] = (),
+    grep: str = "",
+    limit: int = 200,
+) -> list[Said]:
+    """Return the last lines of all tasks of a request that contain `grep`, oldest first; of the
+    members of its lots only those of these.
+    """
     # Without a limit for each task, Postgres may read the lines of all tasks, beginning with the
     # newest.
     of_task = select(LogLine).where(LogLine.task_id == Task.id)
@@ -364,7 +452,7 @@ def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200
     query = (
         select(line, Task.name)
         .join_from(Task, line, true())
-        .where(Task.request_id == request)
+        .where(_shown(request, members))
         .order_by(line.id.desc())
         .limit(limit)
     )
@@ -383,15 +471,19 @@ class Curve:
     points: tuple[tuple[int, float], ...]
 
 
-def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
+def curves(
+    session: Session, request: str, *, members: Sequence[str] = (), points: int = 200
+) -> list[Curve]:
     """Return each numeric metric of each task: every row, or about `points` of them if there are
     more.
 
     Steps are then cut into equal ranges.  The rows with the lowest and the highest value of each
     range are kept, and the first and the last row.  So each point is a row, and no extreme is lost.
+    Of the members of lots only these are read.
     """
     found: dict[tuple[str, str], set[tuple[int, float]]] = defaultdict(set)
-    for task, name, *rows in session.execute(_CURVES, {"request": request, "points": points}):
+    given = {"request": request, "members": [*members], "points": points}
+    for task, name, *rows in session.execute(_CURVES, given):
         line = ((int(row[0]), float(row[1])) for row in rows if row is not None)
         found[task, name] |= {point for point in line if isfinite(point[1])}
     return [
@@ -417,7 +509,8 @@ _CURVES = text(
                 select step, values from metrics where task_id = t.id offset 0
             ) m
             cross join lateral jsonb_each(m.values) one
-        where t.request_id = :request and jsonb_typeof(one.value) = 'number'
+        where (t.request_id = :request and t.lot_index is null or t.id = any(:members))
+            and jsonb_typeof(one.value) = 'number'
     ), ranges as (
         select task, name, range, min(array[value, step]) as lowest,
             max(array[value, step]) as highest, min(array[step, value]) as first,

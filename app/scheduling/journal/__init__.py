@@ -26,6 +26,7 @@ from __future__ import annotations
 from app.scheduling.journal.decisions import UnwrittenPlan, store, store_part
 from app.scheduling.journal.device_rows import lock
 from app.scheduling.journal.losses import hand_over, lose, unseat
+from app.scheduling.journal.lots import look_at_lots
 from app.scheduling.journal.orders import order_round, order_saves, ordered
 from app.scheduling.journal.reports.events import STORE_AGAIN_S
 from app.scheduling.journal.reports.heartbeats import record, record_all
@@ -45,6 +46,7 @@ __all__ = [
     "give_up",
     "hand_over",
     "lock",
+    "look_at_lots",
     "lose",
     "order_round",
     "order_saves",

@@ -11,11 +11,12 @@ from sqlalchemy.orm import Session
 
 from app.core.model import lifecycle
 from app.core.model.lifecycle import ENDED
-from app.db import lines, transactions
+from app.db import transactions
+from app.db.lines import KEY
 from app.db.models import Request
 from app.messaging import webhooks
 from app.scheduling import ledger
-from app.scheduling.journal import task_writer
+from app.scheduling.journal import lots, task_writer
 from app.scheduling.round_notes import RoundNotes, notes_of, set_notes
 
 CHANGES = "roundhouse"  # NOTIFY channel that wakes open streams when there is something to read
@@ -29,9 +30,10 @@ def write_down(session: Session) -> None:
 
 
 def settle(session: Session) -> None:
-    """Write the queue counts, update requests after moves of tasks, wake open streams at the
-    commit.
+    """Make the next members of lots, write the queue counts, update requests after moves of tasks,
+    wake open streams at the commit.
     """
+    lots.replace_ended(session)
     write_down(session)
     notes = notes_of(session)
     set_notes(session, RoundNotes(orders=notes.orders, written=notes.written))
@@ -46,7 +48,7 @@ def settle(session: Session) -> None:
         _sum_up(session, sorted(notes.moved))
 
 
-_LINE = (*lines.KEY, "tenant_id", "waiting")
+_LINE = (*KEY, "tenant_id", "waiting")
 
 
 # Orders of ended stays need no answer. Lines are sorted, so that two islands cannot deadlock.
@@ -73,10 +75,13 @@ _HOW = {"done": "is done", "failed": "has failed", "cancelled": "was cancelled"}
 _STATES = text(
     """
     select r.id, r.tenant_id, r.state, array_agg(distinct t.state) as tasks,
-        bool_or(t.first_started_at is not null) as started,
-        count(distinct t.island) > 1 as spread
+        bool_or(t.first_started_at is not null or exists (select from tasks m
+            where m.lot_id = t.id and m.lot_index is not null
+                and m.first_started_at is not null)) as started,
+        count(distinct coalesce(t.island, '')) > 1 as spread
     from requests r join tasks t on t.request_id = r.id
-    where r.id = any(:ids) and (t.gang_id is null or t.gang_id = t.id) group by r.id order by r.id
+    where r.id = any(:ids) and t.lot_index is null and (t.gang_id is null or t.gang_id = t.id)
+    group by r.id order by r.id
     """
 )
 

@@ -134,6 +134,8 @@ def move_task(session: Session, task: Task, move: str) -> None:
     if not gang_tickets.is_ticket(task):  # the gang, not its tickets, decides the request's state
         notes_of(session).moved.add(task.request_id)
     note_change(session, task)
+    if task.lot_index is not None and task.state in lifecycle.ENDED:
+        notes_of(session).members.append(task)
     if task.gang_id:
         gang_tickets.nudge_others(session, task)
 

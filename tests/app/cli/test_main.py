@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.numpy import save, save_file
 from typer.testing import Result
 
-from app.cli import root_command, watching
+from app.cli import kept_files, root_command, watching
 from app.cli.client import Client
 from app.cli.verbs import submit as submit_verb
 from app.core.model.checkpoints.manifest import About
@@ -345,8 +345,36 @@ class TestSubmit:
         assert (body["labels"], body["tier"], body["priority"]) == ({"exp": "a1"}, "basic", -3)
 
     @pytest.mark.parametrize(
+        ("words", "task"),
+        [
+            (("--array", "0-99%20"), {"array": {"count": 100, "at_once": 20}}),
+            (
+                ("--array", "0-9", "--max-failures", 0.1),
+                {"array": {"count": 10, "max_failures": 0.1}},
+            ),
+            (
+                ("--matrix", "lr=1e-3,1e-4", "--matrix", "seed=0-9", "--array", "%4"),
+                {"matrix": {"lr": [1e-3, 1e-4], "seed": "0-9"}, "array": {"at_once": 4}},
+            ),
+            (("--matrix", "way=a,b"), {"matrix": {"way": ["a", "b"]}, "array": None}),
+        ],
+    )
+    def test_array_and_matrix_make_a_lot(self, run, code, words, task, monkeypatch):
+        (code / "main.py").write_text("print('hello')\n")
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(Client, "submit", lambda self, body, key: sent.append(body) or body)
+        result = run("submit", code / "main.py", "-o", "json", *words)
+        assert result.exit_code == 0, result.output
+        [found] = sent[0]["tasks"]
+        assert {name: found.get(name) for name in task} == task
+
+    @pytest.mark.parametrize(
         ("words", "told"),
         [
+            (("--array", "1-9"), "--array must be 0-LAST%N; got 1-9"),
+            (("--array", "0-9", "--matrix", "a=1"), "with --matrix only %N"),
+            (("--matrix", "a"), "--matrix must be KEY=VALUE,..."),
+            (("--max-failures", 1), "--max-failures goes with --array"),
             (("--memory", "16 parsecs"), "16GB"),
             (("--time", "soon"), "4h"),
             (("--env", "NAME"), "--env must be NAME=VALUE"),
@@ -894,6 +922,58 @@ class TestWishes:
                 result = run(verb, id)
                 assert result.exit_code == 4, result.output
                 assert "the task is already done; nothing was changed" in result.stderr
+
+    def test_lot_is_bounded_counted_and_its_failed_members_start_again(self, run, service, code):
+        words = ("submit", code, "--name", "lot", "--array", "0-6%2", "-o", "json", "--")
+        result = run(*words, "true", "${array.index}")
+        assert result.exit_code == 0, result.output
+        id = json.loads(result.stdout)["id"]
+        assert "7 queued" in run("ps").stdout
+        assert "Members that run go on." in run("at-once", id, 0).stdout
+        assert service.sql("select at_once from lots where id = %s", service.task_of(id)) == [(0,)]
+        assert run("retry", id).exit_code == 4
+        service.sql("update lots set made = 7, failed = 3, done = 4, failures_allowed = 5")
+        assert "3 failed" in run("show", id).stdout
+        assert "LOT_HELD" in run("why", id, "-o", "json").stdout
+        assert "starts again" in run("retry", id, "--failed").stdout
+        [(again, states)] = service.sql("select again, again_states from lots")
+        assert (again, states) == (3, ["failed"])
+
+    def test_outputs_of_a_lot_are_unpacked_each_into_a_folder_of_its_member(
+        self, run, service, code, tmp_path, monkeypatch
+    ):
+        words = ("submit", code, "--name", "many", "--array", "0-1", "-o", "json", "--", "true")
+        id = json.loads(run(*words).stdout)["id"]
+        lot = service.task_of(id)
+        for n in range(2):
+            service.sql(
+                "insert into tasks (id, request_id, tenant_id, user_id, lot_id, lot_index, ordinal,"
+                " name, type, kind, descriptor, state, outputs) select id || %s, request_id,"
+                " tenant_id, user_id, id, %s, 0, name || %s, type, kind, descriptor, 'done', %s"
+                " from tasks where id = %s",
+                *(
+                    str(n),
+                    n,
+                    f".{n}",
+                    json.dumps({"artifacts.zip": {"sha256": "", "size_bytes": 9}}),
+                ),
+                lot,
+            )
+
+        class Zip(zipfile.ZipFile):
+            def __init__(self, client: Any, path: str) -> None:
+                file = io.BytesIO()
+                with zipfile.ZipFile(file, "w") as archive:
+                    archive.writestr("out/said.txt", path)
+                super().__init__(file)
+
+        monkeypatch.setattr(kept_files, "opened_zip", Zip)
+        result = run("outputs", id, "--to", tmp_path / "got")
+        assert result.exit_code == 0, result.output
+        for n in range(2):
+            said = (tmp_path / "got" / f"command.{n}" / "out" / "said.txt").read_text()
+            assert said == f"/v1/tasks/{lot}{n}/outputs/artifacts.zip"
+        assert run("show", "many/command.1").exit_code == 0
 
     def test_cancelling_an_ended_request_is_no_error_and_is_said(self, run, service, submitted):
         service.ends(submitted, "done")

@@ -19,7 +19,7 @@ from app.core.model.device_choice import with_packages
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions
-from app.db.models import Account, Island, Need, Placement, Task, User
+from app.db.models import Account, Island, Lot, Need, Placement, Task, User
 from app.insight import explain, forecast
 from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
@@ -96,6 +96,22 @@ class Scene:
     def held_by_admin(self):
         task = self.scenery.task(self.a, "blocked", hold="admin")
         return task, lambda _: setattr(task, "hold", "")
+
+    def lot(self, name, **counts):
+        """A lot, and how to set the column of this name to the value of a change."""
+        task = self.scenery.task(self.a, "blocked", island=None)
+        task.lot_id = task.id
+        lot = self.scenery.add(Lot(id=task.id, count=10, **counts))
+        return task, lambda change: setattr(lot, name, change["value"])
+
+    def lot_held(self):
+        return self.lot("at_once", at_once=0)
+
+    def lot_failures(self):
+        return self.lot("failures_allowed", at_once=2, made=4, failed=2, failures_allowed=1)
+
+    def lot_members(self):
+        return self.lot("at_once", at_once=2, made=2, live=2)
 
     def dependency(self):
         first = self.scenery.task(self.a)

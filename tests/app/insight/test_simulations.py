@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from app.core.simulation.simulator import Costs
-from app.db.models import Need, Tenant, User
+from app.db.models import Lot, Need, Tenant, User
 from app.insight import simulations
 from app.scheduling import ledger
 from tests.app.conftest import problem
@@ -320,3 +320,18 @@ def test_replay_may_last_thousands_of_half_lives(post, scenery):
     response = post(body)
     assert response.status_code == 200, response.text
     assert [run["finished"] for run in response.json()["runs"]] == [2, 2]
+
+
+def test_member_of_a_lot_comes_in_place_of_an_earlier_one(session, scenery):
+    red = scenery.tenant("red")
+    scenery.device("d0")
+    lot = scenery.task(red, "done", island=None)
+    lot.lot_id = lot.id
+    scenery.add(Lot(id=lot.id, count=5, at_once=2))
+    which = ({"lot_id": lot.id, "lot_index": index} for index in range(5))
+    members = [ended(scenery, red, **each).id for each in which]
+    scene, _, _ = simulations.of_history(
+        session, "isle", since=NOON, until=NOON + timedelta(days=1), durations_known=True
+    )
+    after = {arrival.task: arrival.after for arrival in scene.arrivals}
+    assert [after[id] for id in members] == [(), (), *((id,) for id in members[:3])]

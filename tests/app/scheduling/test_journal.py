@@ -1021,7 +1021,7 @@ class TestEnd:
     def test_ended_task_never_moves_again(self, session, running):
         done = event(Finished, running, 2, result={}, outputs={})
         hear(session, residents=[view(running, "ended")], events=[done])
-        with pytest.raises(IllegalMove, match="is done, got Launch, expected nothing more"):
+        with pytest.raises(IllegalMove, match="is done, got Launch, expected Again"):
             decide(session, running, "Launch", devices=("h.0",))
 
 

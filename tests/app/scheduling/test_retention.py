@@ -26,6 +26,7 @@ from app.db.models import (
     DatablockUse,
     Delivery,
     LogLine,
+    Lot,
     Need,
     OutboxOrder,
     Placement,
@@ -83,6 +84,7 @@ def _write_request(session) -> None:
     session.flush()
     session.execute(update(Task).where(Task.id == TASK["id"]).values(gang_id=TASK["id"]))
     session.add(Need(task_id="tsk_ticket", needs_id=TASK["id"]))
+    session.add(Lot(id=TASK["id"], count=1, at_once=1))
     device = documented.DEVICE["id"]
     session.add(OutboxOrder(task_id=TASK["id"], epoch=1, seq=1, device_id=device, kind="Stop"))
     soon = func.now() + timedelta(minutes=1)
@@ -163,7 +165,7 @@ class TestDeleteSome:
         )
         session.commit()
         before = fingerprints(session)
-        gone = {*_mentions(session, []), "requests", "tasks"}
+        gone = {*_mentions(session, []), "requests", "tasks", "lots"}
         _delete_all(session)
         after = fingerprints(session)
         for table in before.keys() - gone:

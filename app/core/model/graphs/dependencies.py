@@ -9,7 +9,7 @@ is met.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
@@ -128,11 +128,12 @@ def order(descriptor: Descriptor) -> tuple[str, ...]:
 def check(descriptor: Descriptor) -> tuple[Fault, ...]:
     """Report unknown tasks and outputs or, if there are none, a cycle; () if the graph is sound."""
     outputs = {task.name: dict.fromkeys(task.outputs) for task in descriptor.tasks}
+    lots = {task.name for task in descriptor.tasks if task.array is not None}
     hints = Hints()
     faults = [
         fault
         for n, task in enumerate(descriptor.tasks)
-        for fault in _loose(n, task, outputs, hints)
+        for fault in (*_loose(n, task, outputs, hints), *_of_lots(n, task, lots))
     ]
     return tuple(faults) or tuple(_cycle(descriptor))
 
@@ -168,6 +169,15 @@ def _loose(
             hint = hints.hint(need.output, outputs[need.task])
             told = f"task {need.task!r} has no {need.output!r} in its outputs{hint}"
             yield Fault(pointer, told, "unknown-output")
+
+
+def _of_lots(n: int, task: TaskDescriptor, lots: Collection[str]) -> Iterator[Fault]:
+    """Yield faults for inputs that name an output of a lot, of which each member has its own."""
+    for where, need in _edges(task):
+        if need.port and need.task in lots:
+            told = f"{need.task!r} is a lot: each of its members has outputs of its own. Publish"
+            told += " them as datablocks, or name the lot in start/after"
+            yield Fault(f"/tasks/{n}/{where}", told, "lot")
 
 
 def _cycle(descriptor: Descriptor) -> Iterator[Fault]:

@@ -87,6 +87,7 @@ NAMES = {
     "user_id": [USER["id"]],
     "request_id": [REQUEST["id"], WAITING_REQUEST],
     "id_ends": [REQUEST["id"][-8:]],
+    "lot": [TASK["id"]],
     "task": [TASK["id"], "secret-of-vision"],
     "name": ["secret of vision", DATABLOCK["name"], MOUNT["name"]],
     "sha256": [DATABLOCK["sha256"]],

@@ -1,0 +1,190 @@
+"""Reads what makes a task a lot, which is many tasks from one description: `array` and `matrix`.
+
+An array counts its members. A matrix has a member for each combination of its values, the last one
+fastest, without those that `exclude` names; its `array` may bound how many members there are at
+once. The index of a member is its place among all, and its name for ever.
+`core.model.lot_members` makes the members.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from app.core.model.fields import WORD, WORD_RULE, Fields, escaped
+
+JSON = dict[str, Any]
+Scalar = str | int | float | bool
+
+MOST_MEMBERS = 100_000  # of an array
+MOST_COMBINATIONS = 10_000  # of a matrix, before `exclude`
+MOST_KEYS = 16
+MOST_VALUES = 1000  # of a key
+MOST_EXCLUDED = 32  # entries of `exclude`
+MOST_TEXT = 1000  # characters of a value
+MOST_AT_ONCE = 10_000
+USUAL_AT_ONCE = 1000
+EXCLUDE = "exclude"
+_RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Array:
+    """Says how many members a lot has; `at_once` of them may be unended at any time, 0 holds it.
+
+    More failures than `max_failures` hold the lot. Below 1 it is a share of `count`; None never
+    holds the lot.
+    """
+
+    count: int
+    at_once: int = USUAL_AT_ONCE
+    max_failures: float | None = None
+
+    @property
+    def failures_allowed(self) -> int | None:
+        """The most members that may fail before the lot is held."""
+        if self.max_failures is None:
+            return None
+        share = self.max_failures < 1
+        return int(self.max_failures * self.count + 1e-9) if share else int(self.max_failures)
+
+    def as_json(self) -> JSON:
+        return {"count": self.count, "at_once": self.at_once, "max_failures": self.max_failures}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """Lists the values of each key, and the combinations that have no member."""
+
+    values: Mapping[str, Sequence[Scalar]]
+    exclude: Sequence[Mapping[str, Scalar]] = ()
+
+    def combinations(self) -> Iterator[dict[str, Scalar]]:
+        """Yield the values of each member, in the order of the members' indices."""
+        for each in product(*self.values.values()):
+            found = dict(zip(self.values, each, strict=True))
+            if not any(out.items() <= found.items() for out in self.exclude):
+                yield found
+
+    def count(self) -> int:
+        if self.exclude:
+            return sum(1 for _ in self.combinations())
+        return prod(len(each) for each in self.values.values())
+
+    def as_json(self) -> JSON:
+        said: JSON = {key: [*values] for key, values in self.values.items()}
+        return {**said, EXCLUDE: [dict(out) for out in self.exclude]}
+
+
+# --- from JSON ------------------------------------------------------------------------------------
+
+
+def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None]:
+    """Read `array` and `matrix` of a task."""
+    matrix = _read_matrix(fields)
+    inside = fields.inside("array")
+    if matrix is not None:
+        count = matrix.count()
+        if not count:
+            fields.fault("matrix/exclude", "leaves no combination; exclude fewer", "range")
+        if inside.body.get("count") not in (None, count):
+            told = f"the matrix has {count} combinations, which count its members; leave it out"
+            inside.fault("count", told, "range")
+        return _read_array(inside, max(1, count)), matrix
+    if not inside.given:
+        return None, None
+    inside.require("count")
+    return _read_array(inside, 1), None
+
+
+def _read_array(fields: Fields, usual: int) -> Array:
+    count = fields.integer("count", usual, least=1, most=MOST_MEMBERS)
+    most_failures = None
+    if fields.body.get("max_failures") is not None:
+        most_failures = fields.number("max_failures", 0.0, above=-1e-9, most=float(MOST_MEMBERS))
+        if most_failures >= 1 and not most_failures.is_integer():
+            told = f"must be a share below 1 or a whole number; got {most_failures:g}"
+            fields.fault("max_failures", told, "range")
+    else:
+        fields.number("max_failures", 0.0, above=0, most=1)  # the field is known
+    array = Array(
+        count=count,
+        at_once=fields.integer("at_once", USUAL_AT_ONCE, least=0, most=MOST_AT_ONCE),
+        max_failures=most_failures,
+    )
+    fields.close()
+    return array
+
+
+def _read_matrix(fields: Fields) -> Matrix | None:
+    given = fields.mapping("matrix")
+    if fields.body.get("matrix") is None:
+        return None
+    keys = [key for key in given if key != EXCLUDE]
+    if not 1 <= len(keys) <= MOST_KEYS:
+        told = f"must have from 1 to {MOST_KEYS} keys beside exclude; got {len(keys)}"
+        fields.fault("matrix", told, "range")
+        keys = []
+    values = {key: _read_values(fields, key, given[key]) for key in keys}
+    size = prod(len(each) for each in values.values())
+    if size > MOST_COMBINATIONS:
+        told = f"must have at most {MOST_COMBINATIONS} combinations; got {size}"
+        fields.fault("matrix", told, "range")
+        values = {key: each[:1] for key, each in values.items()}
+    return Matrix(values=values, exclude=_read_excluded(fields, given.get(EXCLUDE), values))
+
+
+def _read_values(fields: Fields, key: str, given: object) -> Sequence[Scalar]:
+    where = f"matrix/{escaped(key)}"
+    if not WORD.fullmatch(key):
+        fields.fault(where, f"the name of a key must be {WORD_RULE}")
+    if isinstance(given, str) and (found := _RANGE.fullmatch(given)):
+        first, last = int(found[1]), int(found[2])
+        values: Sequence[object] = range(first, last + 1)
+    elif isinstance(given, list):
+        values = given
+    else:
+        fields.fault(where, 'must be a list of values, or a range such as "0-9"', "type")
+        return [""]
+    if not 1 <= len(values) <= MOST_VALUES:
+        told = f"must have from 1 to {MOST_VALUES} values; got {len(values)}"
+        fields.fault(where, told, "range")
+        return [""]
+    return [_read_scalar(fields, f"{where}/{n}", value) for n, value in enumerate(values)]
+
+
+def _read_scalar(fields: Fields, where: str, value: object) -> Scalar:
+    if not isinstance(value, str | int | float):
+        fields.fault(where, "must be a text, a number, true or false", "type")
+    elif isinstance(value, str) and len(value) > MOST_TEXT:
+        told = f"must have at most {MOST_TEXT} characters; got {len(value)}"
+        fields.fault(where, told, "range")
+    else:
+        return value
+    return ""
+
+
+def _read_excluded(
+    fields: Fields, given: object, values: Mapping[str, Sequence[Scalar]]
+) -> list[dict[str, Scalar]]:
+    where = f"matrix/{EXCLUDE}"
+    if given is None:
+        return []
+    if not isinstance(given, list) or len(given) > MOST_EXCLUDED:
+        fields.fault(where, f"must be a list of at most {MOST_EXCLUDED} objects", "type")
+        return []
+    excluded = []
+    for n, out in enumerate(given):
+        if not isinstance(out, dict) or not out or out.keys() - values.keys():
+            told = f"must be an object with some of the keys {', '.join(values)}"
+            fields.fault(f"{where}/{n}", told, "unknown-key")
+        elif missing := [key for key, value in out.items() if value not in values[key]]:
+            told = f"{missing[0]} has no such value, so this excludes nothing"
+            fields.fault(f"{where}/{n}/{escaped(missing[0])}", told, "unknown-value")
+        else:
+            excluded.append(out)
+    return excluded

@@ -1,0 +1,318 @@
+"""Makes the members of lots, and ends lots (`core.model.lot_members`).
+
+A lot is a task that no island has. Its members become tasks when they may start, so that what
+stands on an island does not grow with the lot. The end of a member and the making of the next are
+one transaction, and the next takes the island of the one that ended. Control makes the first
+members, and whatever a change by a user allows.
+
+Locks are taken in this order: tasks, the row in `lots`. The lot's own task is only read while it is
+locked against changes, and if somebody changes it just now, control makes the members afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import Boolean, ColumnElement, and_, func, literal_column, or_, select, text
+from sqlalchemy.orm import Session, aliased
+
+from app.core.model import descriptor as descriptors
+from app.core.model import lot_members
+from app.core.model.descriptor import TaskDescriptor
+from app.core.model.lifecycle import ENDED, Move, State
+from app.core.model.lot_members import LotCounts
+from app.core.model.provisions.lots import Scalar
+from app.core.units import counted
+from app.db import transactions
+from app.db.ids import new_id
+from app.db.models import Lot, Need, Task
+from app.messaging import outbox
+from app.scheduling.journal import task_writer
+from app.scheduling.round_notes import notes_of
+
+JSON = dict[str, Any]
+
+IS_LOT = and_(Task.lot_id.is_not(None), Task.lot_index.is_(None))
+IS_NO_MEMBER: ColumnElement[bool] = literal_column(
+    "tasks.lot_index is null", Boolean
+)  # as in the indexes
+_IS_FAILED_MEMBER: ColumnElement[bool] = literal_column(
+    "tasks.lot_index is not null and tasks.state in ('failed', 'cancelled')", Boolean
+)
+LOTS_AT_ONCE = 50  # lots that one transaction of control looks at
+_DESCRIPTIONS = 64  # lots whose descriptions are kept in memory
+_COUNTS = [each.name for each in fields(LotCounts)]
+
+
+def counts_of(lot: Any) -> LotCounts:
+    return LotCounts(**{name: getattr(lot, name) for name in _COUNTS})
+
+
+def replace_ended(session: Session) -> None:
+    """Count the members that ended in this transaction, and make the next ones in their place."""
+    ended = defaultdict[str, list[Task]](list)
+    for task in notes_of(session).members:
+        ended[str(task.lot_id)].append(task)
+    notes_of(session).members.clear()
+    if ended:
+        session.flush()
+    for id in sorted(ended):
+        lot = session.get_one(Lot, id, with_for_update=True, populate_existing=True)
+        was_held = counts_of(lot).has_failed_too_often
+        for task in ended[id]:
+            setattr(lot, task.state, getattr(lot, task.state) + 1)
+            lot.live -= 1
+            _add_up(lot, task, 1)
+        if counts_of(lot).has_failed_too_often and not was_held:
+            _tell_held(session, lot, ended[id][0])
+        _make(session, lot, [task.island for task in ended[id]])
+        if lot.live == 0:
+            transactions.after_commit(session, outbox.nudge_control)
+
+
+# --- control --------------------------------------------------------------------------------------
+
+
+def look_at_lots(session: Session) -> bool:
+    """Do what users asked of ended tasks, make members that may start, and end lots without any.
+
+    Returns whether something was done: then there may be more. Lots that an island changes at this
+    moment are left to it.
+    """
+    restarted = _restart_asked(session)
+    has_room = and_(
+        Lot.live < Lot.at_once,
+        or_(Lot.made < Lot.count, Lot.again > 0),
+        or_(Lot.failures_allowed.is_(None), Lot.failed <= Lot.failures_allowed),
+        *_may_start(),
+    )
+    is_over = and_(Lot.made == Lot.count, Lot.again == 0)
+    ends = and_(Lot.live == 0, or_(is_over, Task.cancel_asked_at.is_not(None), _needs(_is_broken)))
+    query = select(Lot).join(Task, Task.id == Lot.id).where(Lot.is_open)
+    # whatever else ended the lot's task, such as packages that cannot be locked
+    is_given_up = and_(Task.state.in_(ENDED), ~Task.again_asked)
+    waits = and_(Task.state == State.blocked, or_(has_room, ends))
+    query = query.where(or_(waits, is_given_up)).order_by(Lot.id)
+    locked = query.limit(LOTS_AT_ONCE).with_for_update(of=Lot, skip_locked=True)
+    lots = session.scalars(locked.execution_options(populate_existing=True)).all()
+    return restarted | any([_proceed(session, lot) for lot in lots])
+
+
+def _proceed(session: Session, lot: Lot) -> bool:
+    """Make members of the lot, or end it; True if that was possible."""
+    before = lot.made, lot.again, lot.is_open
+    _make(session, lot, [])
+    if lot.live == 0:
+        _end(session, lot)
+    return (lot.made, lot.again, lot.is_open) != before
+
+
+def _restart_asked(session: Session) -> bool:
+    """Let ended tasks start again whose users asked for it, lots included; True if there were some.
+
+    Members wait for their lot. The tasks of a request start again together, since one may need
+    another.
+    """
+    asked = select(Task.request_id).where(Task.again_asked, IS_NO_MEMBER, Task.state.in_(ENDED))
+    request = session.scalar(asked.order_by(Task.id).limit(1))
+    if request is None:
+        return False
+    which = and_(Task.request_id == request, Task.again_asked, IS_NO_MEMBER)
+    for task in task_writer.locked_tasks(session, which).values():
+        if task.state in ENDED:
+            _restart(session, task, None)
+    return True
+
+
+def _end(session: Session, lot: Lot) -> None:
+    """End the lot if it is over: all members have ended, or its owner or what it needs ended it."""
+    row = task_writer.locked_tasks(session, Task.id == lot.id, wait=False).get(lot.id)
+    if row is None:
+        return
+    if row.state in ENDED:
+        lot.is_open = False
+        return
+    counts = counts_of(lot)
+    broken = session.scalar(select(_needs(_is_broken)).where(Task.id == lot.id))
+    told = f"{counted(counts.done, 'member')} done, {counts.failed} failed"
+    told += f", {counts.cancelled} cancelled." if counts.cancelled else "."
+    if row.cancel_asked_at is not None:
+        move, told = Move.Cancel, f"Cancelled: {told}"
+    elif broken:
+        move, told = Move.GaveUp, "Not started: a task that it needs did not succeed."
+        row.cause, row.message = "needs", told
+    elif counts.end is None:
+        return
+    else:
+        move = _MOVES[counts.end]
+        row.message = told if counts.end == State.failed else None
+    lot.is_open = False
+    task_writer.move_task(session, row, move)
+    task_writer.end_task(session, row, f"task.{row.state}", told)
+
+
+_MOVES = {State.done: Move.Gathered, State.failed: Move.GaveUp, State.cancelled: Move.Cancel}
+
+
+# --- members --------------------------------------------------------------------------------------
+
+
+def _needs(which: Any) -> ColumnElement[bool]:
+    """Return the condition that a lot needs a task of which `which` holds."""
+    needed = aliased(Task)
+    query = select(Need.task_id).join(needed, needed.id == Need.needs_id)
+    return query.where(Need.task_id == Task.id, which(needed)).correlate(Task).exists()
+
+
+def _is_broken(needed: Any) -> ColumnElement[bool]:
+    condition: ColumnElement[bool] = needed.state.in_((State.failed, State.cancelled))
+    return condition
+
+
+def _may_start() -> tuple[ColumnElement[bool], ...]:
+    """Return the start conditions of a lot, which are those of its members."""
+    lock = Task.descriptor["environment"]["lock"].astext
+    return (
+        Task.state == State.blocked,
+        Task.hold == "",
+        Task.cancel_asked_at.is_(None),
+        or_(Task.not_before.is_(None), Task.not_before <= func.now()),
+        func.coalesce(lock != "", True),
+        ~_needs(lambda needed: needed.state != State.done),
+    )
+
+
+def _tell_held(session: Session, lot: Lot, member: Task) -> None:
+    """Note, once, that the lot of this member is held."""
+    allowed = lot.failures_allowed
+    told = f"{counted(lot.failed, 'member')} failed, more than max_failures allows ({allowed}): no"
+    told += " other member starts. Resume it, or retry the failed ones."
+    owner = {"tenant_id": member.tenant_id, "request_id": member.request_id, "task_id": lot.id}
+    data = {"task": member.name.rpartition(".")[0]}
+    event = {**owner, "type": "task.held", "message": told, "data": data}
+    notes_of(session).events.append(event)
+    task_writer.note_change(session, member)
+
+
+def _add_up(lot: Lot, task: Task, sign: int) -> None:
+    lot.held_us += sign * task.total_held_us
+    lot.pauses += sign * task.pauses
+    lot.lost_steps += sign * task.lost_steps
+
+
+def _make(session: Session, lot: Lot, places: Sequence[str | None]) -> None:
+    """Make as many members as the lot has room for, the first ones on the islands in `places`.
+
+    Members that start again go first.
+    """
+    room = counts_of(lot).room
+    if not room:
+        return
+    mine = select(Task.descriptor, Task.retry_max).where(Task.id == lot.id, *_may_start())
+    found = session.execute(mine.with_for_update(read=True, of=Task, skip_locked=True)).first()
+    if found is None:
+        return
+    islands = [*places, *[None] * room][:room]
+    for task in _asked_again(session, lot, room) if lot.again else ():
+        _add_up(lot, task, -1)
+        _restart(session, task, islands.pop(0))
+        lot.again, lot.live = lot.again - 1, lot.live + 1
+    first = lot.made
+    lot.made = min(lot.count, first + len(islands))
+    lot.live += lot.made - first
+    session.flush()
+    _write(session, lot.id, found.descriptor, range(first, lot.made), islands)
+
+
+def _asked_again(session: Session, lot: Lot, room: int) -> Sequence[Task]:
+    """Return ended members that are to start again, those with the lowest indices."""
+    mine = (Task.lot_id == lot.id, _IS_FAILED_MEMBER, Task.state.in_(lot.again_states))
+    query = select(Task).where(*mine, Task.ended_at < lot.again_before).order_by(Task.lot_index)
+    free = query.limit(min(room, lot.again)).with_for_update(key_share=True, skip_locked=True)
+    return session.scalars(free.execution_options(populate_existing=True)).all()
+
+
+def _restart(session: Session, task: Task, island: str | None) -> None:
+    task_writer.move_task(session, task, Move.Again)
+    task.again_asked, task.island = False, island
+    task.cause = task.message = task.detail = task.ended_at = task.retry_at = None
+    task.cancel_asked_at = None
+    task.hold, task.attempts, task.avoids = "", 0, []
+    task_writer.tell(session, task, "task.again", "It starts again.")
+
+
+@lru_cache(maxsize=_DESCRIPTIONS)
+def _description(descriptor: str) -> tuple[TaskDescriptor, list[dict[str, Scalar]]]:
+    """Return what a lot is, and the values of each member; none for an array."""
+    task = descriptors.from_json(json.loads(descriptor))
+    return task, [] if task.matrix is None else [*task.matrix.combinations()]
+
+
+def _write(
+    session: Session,
+    lot: str,
+    descriptor: JSON,
+    indices: range,
+    islands: Sequence[str | None],
+) -> None:
+    if not indices:
+        return
+    task, combinations = _description(json.dumps(descriptor, sort_keys=True))
+    rows = []
+    for index, island in zip(indices, islands, strict=False):
+        values = combinations[index] if combinations else {}
+        member = lot_members.member(task, index, values)
+        row = {
+            "id": new_id("tsk"),
+            "index": index,
+            "name": member.name,
+            "island": island,
+            "spec": descriptors.as_json(member),
+            "choice": descriptors.choice_text(member),
+            "member_values": values or None,
+        }
+        rows.append(row)
+    session.execute(_MEMBERS, {"lot": lot, "members": json.dumps(rows)})
+
+
+# What a lot has, each of its members gets: its needs, its datablocks, the checkpoint from which it
+# starts.
+_MEMBERS = text(
+    """
+    with member as (
+        select * from json_to_recordset(cast(:members as json)) as m
+            (id text, index int, name text, island text, spec jsonb, choice text,
+             member_values jsonb)
+    ),
+    made as (
+        insert into tasks (id, request_id, tenant_id, user_id, island, lot_id, lot_index,
+            lot_values, ordinal, name, type, kind, descriptor, memory_bytes, devices_min,
+            devices_max, across_hosts, device_choice, tier, priority, retry_max, step,
+            submitted_at)
+        select m.id, lot.request_id, lot.tenant_id, lot.user_id, m.island, lot.id, m.index,
+            m.member_values, lot.ordinal, m.name, lot.type, lot.kind, m.spec, lot.memory_bytes,
+            lot.devices_min, lot.devices_max, lot.across_hosts, m.choice, lot.tier, lot.priority,
+            lot.retry_max, lot.step, lot.submitted_at
+        from tasks lot, member m where lot.id = :lot
+    ),
+    needed as (
+        insert into needs (task_id, needs_id, port, output, late)
+        select m.id, n.needs_id, n.port, n.output, n.late from needs n, member m
+        where n.task_id = :lot
+    ),
+    used as (
+        insert into datablock_uses (task_id, port, datablock_id)
+        select m.id, u.port, u.datablock_id from datablock_uses u, member m where u.task_id = :lot
+    )
+    insert into checkpoints (id, task_id, tenant_id, epoch, step, sha256, size_bytes, took_us,
+        host, key, printed_epoch, printed_lines)
+    select 'ckp_' || replace(cast(gen_random_uuid() as text), '-', ''), m.id, c.tenant_id, c.epoch,
+        c.step, c.sha256, c.size_bytes, c.took_us, c.host, c.key, c.printed_epoch, c.printed_lines
+    from checkpoints c, member m where c.task_id = :lot and c.deleted_at is null
+    """
+)

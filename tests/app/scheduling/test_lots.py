@@ -1,0 +1,436 @@
+"""The life of a lot in the rows: members are made, replaced, retried, held, and end."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import func, select, update
+
+from app.api.access import auth
+from app.core.model.protocol.messages import Alive, Failed, Finished, ResidentView
+from app.db.models import (
+    Device,
+    Host,
+    Island,
+    Lot,
+    Need,
+    Placement,
+    Request,
+    RequestEvent,
+    Task,
+    Tenant,
+)
+from app.db.transactions import transaction
+from app.insight import explain
+from app.intake import island_assignment
+from app.scheduling import journal, retention
+from app.scheduling.board_follower import Follower
+from app.scheduling.journal import task_writer
+from app.scheduling.journal.lots import counts_of
+from tests.app.conftest import problem
+
+JSON = dict[str, Any]
+NOTHING: Any = {"result": None, "outputs": {}}
+clock_us = itertools.count(1)
+FACTS = {"host": "h", "sandbox": "off", "island": "isle", "kind": "cpu", "offers": ["env"]}
+
+
+@pytest.fixture
+def devices(world, session) -> None:
+    """The devices of the island have workers, and the island a scheduler."""
+    session.execute(update(Device).values(incarnation="p1", facts=FACTS))
+    later = func.now() + timedelta(hours=1)
+    session.execute(update(Island).values(leader="a test", leader_until=later))
+    session.commit()
+
+
+@pytest.fixture
+def submit(red, devices, session):
+    """Submit a request with this lot; return its id."""
+
+    def posted(*more: JSON, **lot: Any) -> str:
+        body = {"name": "lot", "run": {"command": ["true"]}, **lot}
+        answer = red.post("/v1/requests", json={"tasks": [body, *more]})
+        assert answer.status_code == 202, answer.text
+        session.commit()
+        return answer.json()["id"]
+
+    return posted
+
+
+def look(session) -> None:
+    """Do what control does at a look, until there is nothing more to do."""
+    while True:
+        more = journal.look_at_lots(session)
+        journal.settle(session)
+        island_assignment.assign_new(session)
+        session.commit()
+        if not more:
+            return
+
+
+def members(session, *states: str) -> list[Task]:
+    query = select(Task).where(Task.lot_index.is_not(None)).order_by(Task.lot_index)
+    if states:
+        query = query.where(Task.state.in_(states))
+    session.expire_all()
+    return list(session.scalars(query))
+
+
+def run(session, task: Task, device: str) -> None:
+    task.state, task.seat, task.epoch = "running", device, task.epoch + 1
+    task.first_started_at = task.started_at = func.now()
+    session.add(
+        Placement(
+            task_id=task.id, epoch=task.epoch, device_id=device, tenant_id=task.tenant_id,
+            user_id=task.user_id, kind="cpu", cost_milli=1000, incarnation="p1",
+        )
+    )  # fmt: skip
+    session.flush()
+
+
+def end(session, task: Task, *, fails: bool = False) -> None:
+    """Let the task run on a device, and the device report its end."""
+    if task.seat is None:
+        run(session, task, "h.0")
+    which = {"task": task.id, "epoch": task.epoch, "seq": 1, "step": 0, "held_us": 10}
+    event = Failed(**which, cause="exit", message="No.") if fails else Finished(**which, **NOTHING)
+    view = ResidentView(
+        task=task.id, epoch=task.epoch, state="ended", step=0, held_us=10, order_seq=1,
+        memory_bytes=0,
+    )  # fmt: skip
+    alive = Alive(
+        device=str(task.seat), incarnation="p1", sent_us=next(clock_us), facts=FACTS,
+        residents=[view], events=[event], logs=[],
+    )  # fmt: skip
+    task.event_seq = 0
+    session.flush()
+    journal.record(session, alive)
+    journal.settle(session)
+    session.commit()
+
+
+def lot_of(session) -> Lot:
+    session.expire_all()
+    return session.scalars(select(Lot)).one()
+
+
+def state_of(session, id: str) -> tuple[str, str]:
+    session.expire_all()
+    lot = session.scalars(select(Task).where(Task.request_id == id, Task.lot_id == Task.id)).one()
+    return lot.state, session.get_one(Request, id).state
+
+
+class TestMembers:
+    def test_only_as_many_as_at_once_become_rows_and_each_end_makes_the_next(self, session, submit):
+        id = submit(array={"count": 7, "at_once": 3})
+        look(session)
+        assert [task.name for task in members(session)] == ["lot.0", "lot.1", "lot.2"]
+        assert {task.island for task in members(session)} == {"isle"}
+        seen = set()
+        for _ in range(7):
+            live = members(session, "blocked", "waiting", "running")
+            assert len(live) <= 3
+            seen.add(live[0].lot_index)
+            end(session, live[0])
+        assert seen == set(range(7))
+        assert state_of(session, id) == ("blocked", "running")
+        look(session)
+        assert state_of(session, id) == ("done", "done")
+        assert counts_of(lot_of(session)).done == 7
+
+    def test_member_takes_the_island_of_the_one_that_ended(self, session, submit):
+        submit(array={"count": 2, "at_once": 1})
+        look(session)
+        end(session, members(session)[0])
+        assert [task.island for task in members(session)] == ["isle", "isle"]
+
+    def test_member_has_its_values_and_the_needs_of_its_lot(self, session, submit):
+        prep = {"name": "prep", "run": {"command": ["true"]}}
+        submit(prep, matrix={"lr": [0.1, 0.2]}, start={"after": ["prep"]})
+        look(session)
+        assert members(session) == []
+        first = session.scalars(select(Task).where(Task.name == "prep")).one()
+        end(session, first)
+        look(session)
+        made = members(session)
+        assert [task.lot_values for task in made] == [{"lr": 0.1}, {"lr": 0.2}]
+        assert [task.descriptor["params"] for task in made] == [{"lr": 0.1}, {"lr": 0.2}]
+        needs = select(Need.task_id).where(Need.needs_id == first.id, Need.task_id == made[0].id)
+        assert session.scalar(needs) == made[0].id
+
+    def test_task_after_a_lot_waits_for_its_end(self, session, submit):
+        after = {"name": "sum", "run": {"command": ["true"]}, "start": {"after": ["lot"]}}
+        submit(after, array={"count": 1})
+        look(session)
+        last = session.scalars(select(Task).where(Task.name == "sum")).one()
+        follower = Follower("isle")
+        assert last.id not in follower.look(session, now_s=1e9).tasks
+        follower.board.memory.written_down()
+        end(session, members(session)[0])
+        look(session)
+        assert last.id in follower.look(session, now_s=1e9).tasks
+
+    def test_board_holds_the_members_but_not_the_lot(self, session, submit):
+        submit(array={"count": 9, "at_once": 2})
+        look(session)
+        board = Follower("isle").look(session, now_s=1e9)
+        assert sorted(board.tasks) == sorted(task.id for task in members(session))
+
+    def test_lot_whose_need_fails_makes_no_member(self, session, submit):
+        prep = {"name": "prep", "run": {"command": ["true"]}}
+        id = submit(prep, array={"count": 9}, start={"after": ["prep"]})
+        look(session)
+        end(session, session.scalars(select(Task).where(Task.name == "prep")).one(), fails=True)
+        look(session)
+        assert (state_of(session, id), members(session)) == (("failed", "failed"), [])
+
+
+class TestBounds:
+    def test_at_once_changes_while_it_runs_and_zero_holds(self, session, submit, red):
+        id = submit(array={"count": 9, "at_once": 2})
+        look(session)
+        assert red.patch(f"/v1/requests/{id}", json={"at_once": 0}).status_code == 200
+        end(session, members(session)[0])
+        look(session)
+        assert len(members(session)) == 2
+        red.patch(f"/v1/requests/{id}", json={"at_once": 4})
+        look(session)
+        assert len(members(session, "blocked", "waiting", "running")) == 4
+
+    def test_at_once_of_a_request_without_lots_is_a_conflict(self, red, devices, session):
+        session.commit()
+        body = {"tasks": [{"name": "a", "run": {"command": ["true"]}}]}
+        id = red.post("/v1/requests", json=body).json()["id"]
+        problem(red.patch(f"/v1/requests/{id}", json={"at_once": 2}), 409, "conflict-state")
+
+    def test_too_many_failures_hold_the_lot_until_it_is_resumed(self, session, submit, red):
+        id = submit(array={"count": 10, "at_once": 2, "max_failures": 0.1})
+        look(session)
+        for _ in range(2):
+            end(session, members(session, "blocked")[0], fails=True)
+        assert counts_of(lot_of(session)).has_failed_too_often
+        held = select(RequestEvent.message).where(RequestEvent.type == "task.held")
+        [told] = session.scalars(held)
+        assert told.startswith("2 members failed, more than max_failures allows (1)")
+        assert len(members(session, "blocked")) == 1
+        shown = red.get(f"/v1/requests/{id}").json()["tasks"][0]
+        assert shown["lot"]["is_held"]
+        told = red.get(f"/v1/tasks/{shown['id']}/explain").json()
+        assert [reason["code"] for reason in told["reasons"]] == ["LOT_FAILURES"]
+        red.post(f"/v1/requests/{id}/release")
+        look(session)
+        assert len(members(session, "blocked")) == 2
+
+    def test_paused_lot_makes_no_member_and_pauses_those_that_it_has(self, session, submit, red):
+        id = submit(array={"count": 9, "at_once": 2})
+        look(session)
+        red.post(f"/v1/requests/{id}/hold")
+        session.expire_all()
+        assert {task.hold for task in members(session)} == {"user"}
+        session.execute(update(Lot).values(at_once=5))
+        look(session)
+        assert len(members(session)) == 2
+        red.post(f"/v1/requests/{id}/release")
+        look(session)
+        assert [task.hold for task in members(session)] == [""] * 5
+
+    def test_cancelled_lot_ends_when_its_members_have(self, session, submit, red):
+        id = submit(array={"count": 9, "at_once": 2})
+        look(session)
+        red.post(f"/v1/requests/{id}/cancel")
+        for task in members(session):
+            board = task_writer.locked_tasks(session, Task.id == task.id)[task.id]
+            task_writer.move_task(session, board, "Cancel")
+            task_writer.end_task(session, board, "task.cancelled", "Cancelled.")
+        journal.settle(session)
+        session.commit()
+        look(session)
+        assert state_of(session, id) == ("cancelled", "cancelled")
+        assert len(members(session)) == 2
+
+    def test_lot_counts_once_for_the_queue(self, session, submit, red, world):
+        session.execute(update(Tenant).where(Tenant.name == "red").values(max_queued=2))
+        submit(array={"count": 50})
+        look(session)
+        submit(array={"count": 50})
+        body = {"tasks": [{"name": "a", "run": {"command": ["true"]}, "array": {"count": 1}}]}
+        problem(red.post("/v1/requests", json=body), 409, "queue-full")
+
+
+class TestRetry:
+    def test_failed_members_start_again_within_at_once(self, session, submit, red):
+        id = submit(array={"count": 4, "at_once": 2})
+        look(session)
+        for n in range(4):
+            end(session, members(session, "blocked")[0], fails=n != 1)
+        look(session)
+        assert state_of(session, id) == ("failed", "failed")
+        answer = red.post(f"/v1/requests/{id}/retry", json={"states": ["failed"]})
+        assert answer.status_code == 202, answer.text
+        look(session)
+        again = members(session, "blocked")
+        assert [task.lot_index for task in again] == [0, 2]
+        assert state_of(session, id) == ("blocked", "running")
+        assert {(task.message, task.ended_at, task.attempts) for task in again} == {(None, None, 0)}
+        for _ in range(3):
+            end(session, members(session, "blocked")[0])
+        look(session)
+        assert state_of(session, id) == ("done", "done")
+        assert len(members(session)) == 4
+        assert counts_of(lot_of(session)).done == 4
+
+    def test_failed_task_and_what_it_broke_start_again_together(self, session, submit, red):
+        after = {"name": "sum", "run": {"command": ["true"]}, "start": {"after": ["lot"]}}
+        id = submit(after, array={"count": 1})
+        look(session)
+        end(session, members(session)[0], fails=True)
+        look(session)
+        last = session.scalars(select(Task).where(Task.name == "sum")).one()
+        rows = task_writer.locked_tasks(session, Task.id == last.id)
+        task_writer.move_task(session, rows[last.id], "GaveUp")
+        task_writer.end_task(session, rows[last.id], "task.failed", "No.")
+        journal.settle(session)
+        session.commit()
+        assert state_of(session, id)[1] == "failed"
+        red.post(f"/v1/requests/{id}/retry")
+        look(session)
+        session.expire_all()
+        assert session.get_one(Task, last.id).state == "blocked"
+        assert session.get_one(Request, id).ended_at is None
+        assert members(session)[0].state == "blocked"
+
+    def test_retry_without_a_failure_is_a_conflict(self, session, submit, red):
+        id = submit(array={"count": 4, "at_once": 2})
+        look(session)
+        problem(red.post(f"/v1/requests/{id}/retry"), 409, "conflict-state")
+
+    def test_late_event_of_the_first_life_changes_nothing(self, session, submit, red):
+        id = submit(array={"count": 1})
+        look(session)
+        task = members(session)[0]
+        end(session, task, fails=True)
+        look(session)
+        red.post(f"/v1/requests/{id}/retry")
+        look(session)
+        event = Finished(task=task.id, epoch=1, seq=2, step=9, held_us=10, **NOTHING)
+        alive = Alive(
+            device="h.0", incarnation="p1", sent_us=next(clock_us), facts=FACTS, residents=[],
+            events=[event], logs=[],
+        )  # fmt: skip
+        journal.record(session, alive)
+        journal.settle(session)
+        assert members(session)[0].state == "blocked"
+
+
+class TestAnswers:
+    def test_request_counts_members_and_lists_its_lot_alone(self, session, submit, red):
+        id = submit(array={"count": 100, "at_once": 2})
+        look(session)
+        end(session, members(session)[0])
+        end(session, members(session, "blocked")[0], fails=True)
+        shown = red.get(f"/v1/requests/{id}").json()
+        assert shown["task_phases"] == {"done": 1, "failed": 1, "queued": 98}
+        assert shown["task_states"] == {"done": 1, "failed": 1, "blocked": 98}
+        [lot] = shown["tasks"]
+        assert lot["lot"]["phases"] == {"done": 1, "failed": 1, "queued": 98}
+        assert (lot["lot"]["left"], lot["lot"]["at_once"], lot["lot_id"]) == (96, 2, None)
+        listed = red.get("/v1/requests").json()["items"][0]
+        assert listed["task_phases"] == shown["task_phases"]
+        page = red.get("/v1/tasks", params={"lot": lot["id"], "limit": 3}).json()
+        assert [task["lot_index"] for task in page["items"]] == [3, 2, 1]
+        assert page["items"][0]["lot_id"] == lot["id"]
+        assert page["next_cursor"]
+
+    def test_lot_says_that_at_once_members_live(self, session, submit, red):
+        id = submit(array={"count": 100, "at_once": 2})
+        look(session)
+        [lot] = session.scalars(select(Task).where(Task.request_id == id, Task.lot_index.is_(None)))
+        [reason] = explain.explain(session, [lot])[lot.id].reasons
+        assert reason["code"] == "LOT_MEMBERS"
+        assert reason["message"].startswith("2 of 100 members are queued or running")
+
+    def test_other_tenants_see_no_member(self, session, submit, as_):
+        submit(array={"count": 3})
+        look(session)
+        lot = members(session)[0].lot_id
+        assert as_("blue.viewer").get("/v1/tasks", params={"lot": lot}).json()["items"] == []
+
+    def test_page_lists_members_by_their_values_and_offers_to_retry_the_failed(
+        self, session, submit, app, world
+    ):
+        id = submit(matrix={"lr": [0.5, 0.25], "seed": "0-29"}, array={"at_once": 3})
+        look(session)
+        end(session, members(session)[0], fails=True)
+        done = members(session, "blocked")[0]
+        done.metrics = {"loss": 0.125}
+        end(session, done)
+        with transaction() as its:
+            _, cookie = auth.sign_in(its, world.keys["red.member"])
+        browser = TestClient(app, cookies={auth.COOKIE: cookie})
+        page = browser.get(f"/ui/requests/{id}").text
+        words = " ".join(re.sub("<[^>]+>", " ", page).split())
+        assert "58 queued" in words
+        assert "1 done" in words
+        assert "1 failed" in words
+        assert "Retry failed" in words
+        assert "Index lr seed State" in words
+        assert "0 0.5 0 failed" in words
+        assert "1 0.5 1 done" in words
+        assert "3 of 60 members are queued or running" in words
+        failed = browser.get(f"/ui/requests/{id}?members=failed").text
+        assert "0.5 1 done" not in " ".join(re.sub("<[^>]+>", " ", failed).split())
+        by_loss = browser.get(f"/ui/requests/{id}?sort=loss").text
+        assert "1 0.5 1 done 0 0.125" in " ".join(re.sub("<[^>]+>", " ", by_loss).split())
+        assert browser.get(f"/ui/requests/{id}?after=2").status_code == 200
+
+    def test_request_with_a_lot_is_deleted_with_all_its_members(self, session, submit, red):
+        id = submit(array={"count": 4, "at_once": 4})
+        look(session)
+        for task in members(session):
+            end(session, task)
+        look(session)
+        session.execute(update(Request).values(ended_at=func.now() - timedelta(days=1)))
+        session.execute(update(Placement).values(ended_at=func.now()))
+        session.commit()
+        assert red.delete(f"/v1/requests/{id}").status_code == 202
+        session.commit()
+        with mock.patch.object(retention, "TASKS_AT_ONCE", 3):
+            while retention.delete_some(session):
+                session.commit()
+        assert session.scalars(select(Request)).all() == []
+        assert session.scalars(select(Lot)).all() == []
+
+    def test_logs_of_a_member_are_found_by_its_name(self, session, submit, red):
+        id = submit(array={"count": 3})
+        look(session)
+        assert red.get(f"/v1/requests/{id}/logs", params={"task": "lot.2"}).status_code == 200
+        problem(red.get(f"/v1/requests/{id}/logs?task=lot.3"), 404, "not-found")
+        assert red.get(f"/v1/requests/{id}/logs").status_code == 200
+        [place] = red.get(f"/v1/requests/{id}/plan").json()["tasks"]
+        assert "each of its members" in place["because"]
+
+    def test_lost_island_gives_its_members_to_another_but_not_the_lot(self, session, submit):
+        submit(array={"count": 9, "at_once": 2})
+        look(session)
+        session.add(Island(name="other", leader="a", leader_until=func.now() + timedelta(hours=1)))
+        session.flush()
+        session.add(Host(name="o", island="other"))
+        session.flush()
+        lease = func.now() + timedelta(hours=1)
+        device = {"host": "o", "island": "other", "kind": "cpu", "memory_bytes": 2**30}
+        session.add(Device(id="o.0", lease_until=lease, facts=FACTS, incarnation="p1", **device))
+        past = func.now() - timedelta(hours=1)
+        session.execute(update(Island).where(Island.name == "isle").values(leader_until=past))
+        session.execute(update(Device).where(Device.island == "isle").values(lease_until=past))
+        session.commit()
+        island_assignment.take_over(session, "isle")
+        session.commit()
+        assert {task.island for task in members(session)} == {"other"}
+        assert session.get_one(Task, lot_of(session).id).island is None

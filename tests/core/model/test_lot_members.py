@@ -1,0 +1,140 @@
+"""What a lot's members are, and when they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.core.model import descriptor as descriptors
+from app.core.model import lot_members
+from app.core.model.descriptor import BadDescriptor, TaskDescriptor
+from app.core.model.lifecycle import State
+from app.core.model.lot_members import LotCounts, member
+from app.core.model.provisions.lots import MOST_MEMBERS
+
+COMMAND = {"command": ["python", "train.py", "--lr=${matrix.lr}", "${array.index}"]}
+
+
+def read(**more: Any) -> TaskDescriptor:
+    task = {"name": "train", "run": COMMAND, **more}
+    return descriptors.parse({"tasks": [task]}).tasks[0]
+
+
+def faults(*tasks: dict[str, Any]) -> dict[str, str]:
+    """Return the faults of a request by pointer."""
+    body = {"tasks": [{"run": {"command": ["true"]}, **task} for task in tasks]}
+    try:
+        descriptor = descriptors.parse(body)
+    except BadDescriptor as error:
+        return {fault.pointer: fault.detail for fault in error.faults}
+    return {fault.pointer: fault.detail for fault in lot_members.faults(descriptor)}
+
+
+def test_values_are_in_params_env_words_and_published_names():
+    task = read(
+        matrix={"lr": [0.001, 1e-4], "seed": "0-2"},
+        params={"rate": "${matrix.lr}", "deep": [{"text": "s${matrix.seed}-${array.index}"}]},
+        env={"LR": "${matrix.lr}"},
+    )
+    values = [*task.matrix.combinations()][4]
+    made = member(task, 4, values)
+    assert values == {"lr": 1e-4, "seed": 1}
+    assert made.name == "train.4"
+    assert made.params == {"rate": 1e-4, "deep": [{"text": "s1-4"}]}
+    assert made.run.argv == ("python", "train.py", "--lr=0.0001", "4")
+    assert made.env == {"LR": "0.0001", "ROUNDHOUSE_ARRAY_INDEX": "4"}
+    assert (made.array, made.matrix) == (None, None)
+    assert descriptors.from_json(descriptors.as_json(made)) == made
+
+
+def test_key_that_is_named_nowhere_is_a_parameter():
+    task = read(matrix={"lr": [1], "wide": [True, False]}, params={"steps": 3})
+    assert member(task, 0, {"lr": 1, "wide": True}).params == {"steps": 3, "wide": True}
+
+
+def test_function_has_no_variable_of_its_own_and_shares_its_process():
+    body = {"name": "f", "run": {"function": "ops:f"}, "array": {"count": 2}}
+    body["params"] = {"n": "${array.index}"}
+    task = descriptors.parse({"tasks": [body], "bundle": "sha256:" + "0" * 64}).tasks[0]
+    made = member(task, 1, {})
+    assert (made.env, made.params) == ({}, {"n": 1})
+
+
+def test_indices_follow_the_matrix_and_leave_out_what_is_excluded():
+    task = read(matrix={"lr": ["a", "b"], "seed": [1, 2], "exclude": [{"lr": "a", "seed": 2}]})
+    said = [(one["lr"], one["seed"]) for one in task.matrix.combinations()]
+    assert said == [("a", 1), ("b", 1), ("b", 2)]
+    assert task.array.count == 3
+    assert descriptors.from_json(descriptors.as_json(task)) == task
+
+
+@pytest.mark.parametrize(
+    ("more", "pointer", "words"),
+    [
+        ({"array": {}}, "/array/count", "required"),
+        ({"array": {"count": MOST_MEMBERS + 1}}, "/array/count", f"to {MOST_MEMBERS}"),
+        ({"array": {"count": 0}}, "/array/count", "from 1"),
+        ({"array": {"count": 2, "max_failures": 1.5}}, "/array/max_failures", "whole number"),
+        ({"array": {"count": 2, "max_failures": -1}}, "/array/max_failures", "above"),
+        ({"matrix": {"a": "0-999", "b": "0-99"}}, "/matrix", "at most 10000 combinations"),
+        ({"matrix": {"a": "0-1000"}}, "/matrix/a", "to 1000 values"),
+        ({"matrix": {"a": 3}}, "/matrix/a", "a list of values"),
+        ({"matrix": {"a": [[1]]}}, "/matrix/a/0", "a text, a number"),
+        ({"matrix": {"1a": [1]}}, "/matrix/1a", "name of a key"),
+        ({"matrix": {}}, "/matrix", "1 to 16 keys"),
+        ({"matrix": {"a": [1], "exclude": [{"b": 1}]}}, "/matrix/exclude/0", "keys a"),
+        ({"matrix": {"a": [1], "exclude": [{"a": 2}]}}, "/matrix/exclude/0/a", "excludes nothing"),
+        ({"matrix": {"a": [1], "exclude": [{"a": 1}]}}, "/matrix/exclude", "no combination"),
+        ({"matrix": {"a": [1, 2]}, "array": {"count": 3}}, "/array/count", "2 combinations"),
+        ({"array": {"count": 2}, "env": {"A": "${matrix.a}"}}, "/env/A", "known: ${array.index}"),
+        ({"array": {"count": 2}, "params": {"a": ["${array.i}"]}}, "/params/a/0", "unknown value"),
+        ({"array": {"count": 2}, "name": "n" * 58}, "/name", "at most 57"),
+        ({"array": {"count": 2}, "session": {}}, "/session", "no session"),
+        ({"matrix": {"a": ["x" * 900]}, "params": {str(f"p{n}"): "${matrix.a}" for n in range(99)}},
+         "/params", "65536 bytes"),
+    ],
+)  # fmt: skip
+def test_fault_of_a_lot_has_a_pointer(more: dict[str, Any], pointer: str, words: str):
+    found = faults({"name": "t", **more})
+    assert words in found[f"/tasks/0{pointer}"], found
+
+
+def test_name_of_a_member_is_taken():
+    found = faults({"name": "t", "array": {"count": 2}}, {"name": "t.7"}, {"name": "t.x"})
+    assert list(found) == ["/tasks/1/name"]
+
+
+def test_each_published_name_is_checked():
+    lot = {"name": "t", "outputs": ["y"], "run": {"command": ["true"]}}
+    same = faults({**lot, "publish": {"y": "model"}, "array": {"count": 2}})
+    assert "each member would publish" in same["/tasks/0/publish/y"]
+    odd = {**lot, "publish": {"y": "m-${matrix.a}"}, "matrix": {"a": ["ok", "Not ok"]}}
+    assert "Not ok" in faults(odd)["/tasks/0/publish/y"]
+    assert not faults({**lot, "publish": {"y": "m-${array.index}"}, "array": {"count": 2}})
+
+
+@pytest.mark.parametrize(
+    ("counts", "room", "end"),
+    [
+        (LotCounts(count=10, at_once=3), 3, None),
+        (LotCounts(count=10, at_once=3, made=3, live=3), 0, None),
+        (LotCounts(count=10, at_once=3, made=9, live=1, done=8), 1, None),
+        (LotCounts(count=10, at_once=0), 0, None),
+        (LotCounts(count=10, at_once=3, made=10, done=10), 0, State.done),
+        (LotCounts(count=10, at_once=3, made=10, done=9, failed=1), 0, State.failed),
+        (LotCounts(count=10, at_once=3, made=10, done=9, failed=1, failures_allowed=1), 0, "done"),
+        (LotCounts(count=10, at_once=3, made=5, failed=2, failures_allowed=1), 0, None),
+        (LotCounts(count=5, at_once=3, made=5, failed=2, done=3, failures_allowed=1), 0, "failed"),
+        (LotCounts(count=10, at_once=3, made=10, done=9, cancelled=1), 0, State.cancelled),
+        (LotCounts(count=10, at_once=3, made=10, done=8, again=2), 2, None),
+    ],
+)
+def test_room_and_end_follow_the_counts(counts: LotCounts, room: int, end: State | None):
+    assert (counts.room, counts.end) == (room, end)
+
+
+@pytest.mark.parametrize(("said", "allowed"), [(None, None), (0, 0), (0.1, 5), (3, 3), (0.99, 49)])
+def test_max_failures_is_a_share_or_a_number(said: float | None, allowed: int | None):
+    task = read(matrix={"lr": "0-49"}, array={"max_failures": said})
+    assert task.array.failures_allowed == allowed
