@@ -10,8 +10,11 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
+import itertools
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -234,3 +237,20 @@ def show_as(words: str) -> None:
     begin, end = (int(fields[n - 3]) for n in (48, 49))
     told = words.encode()[: end - begin - 1]
     ctypes.memmove(begin, told.ljust(end - begin, b"\0"), end - begin)
+
+
+def run_program(body: JSON, outputs: tuple[int, int], kept: set[int]) -> None:
+    """Run the module that `body` names, as `python -m` does, in this fork."""
+    os.dup2(outputs[0], 1)
+    os.dup2(outputs[1], 2)
+    for begin, end in itertools.pairwise([2, *sorted(kept), 1 << 20]):
+        if begin + 1 < end:
+            os.closerange(begin + 1, end)
+    os.chdir(body["folder"])
+    os.environ.clear()
+    os.environ.update(body["env"])
+    _, module, *arguments = body["words"]
+    show_as(" ".join([sys.executable, *body["words"]]))
+    sys.argv = [module, *arguments]
+    gc.enable()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -13,7 +13,6 @@ import gc
 import importlib
 import importlib.util
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from unittest import mock
 from app.local import process_supervisor
 from app.local.exec_leash import die_with
 from app.local.process_supervisor import Spec
-from tests.warm_processes import JSON, Forked, Forks, Warm, fork_of, show_as
+from tests.warm_processes import Forked, Forks, Warm, fork_of, run_program
 from tests.workers import warm_zygotes
 from workers.device.processes import zygote_handle
 
@@ -101,23 +100,7 @@ def main(asks: int, ask: int, *zygotes: int) -> None:
     gc.collect()
     gc.freeze()
     body, [output] = Forks(asks).serve()
-    _become(body, output, {ask, *zygotes})
-
-
-def _become(body: JSON, output: int, kept: set[int]) -> None:
-    from workers.zygote import close_all_but
-
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    close_all_but({0, 1, 2, *kept})
-    os.chdir(body["folder"])
-    os.environ.clear()
-    os.environ.update(body["env"])
-    _, module, *arguments = body["words"]
-    show_as(" ".join([sys.executable, *body["words"]]))
-    sys.argv = [module, *arguments]
-    sys.path[0] = body["folder"]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run_program(body, (output, output), {ask, *zygotes})
 
 
 def _import_what_programs_need() -> None:

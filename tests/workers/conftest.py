@@ -69,7 +69,7 @@ PRESET = {
 
 
 def alone(entry: str, params: dict[str, Any], kind: str = "cpu") -> Any:
-    """What the job gives when it runs undisturbed, in a plain process of its own.
+    """What the job gives when it runs undisturbed, in a process of its own without a sandbox.
 
     A job that was asked about before is not run again.
     """
@@ -78,17 +78,9 @@ def alone(entry: str, params: dict[str, Any], kind: str = "cpu") -> Any:
 
 @functools.cache
 def _said_alone(entry: str, params: str, kind: str) -> bytes:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "examples.job_alone", str(BUNDLE), entry),
-            *("--params", params, "--preset", json.dumps(PRESET), "--kind", kind),
-        ],
-        stdout=subprocess.PIPE,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "SIM_DEVICES": "1" if kind == "sim" else ""},
-    )
-    return done.stdout.splitlines()[-1]
+    words = (str(BUNDLE), entry, "--params", params, "--preset", json.dumps(PRESET), "--kind", kind)
+    said = warm.said_by("examples.job_alone", *words, kind=kind)
+    return said.splitlines()[-1]
 
 
 def bundled(files: dict[str, str]) -> bytes:
@@ -121,6 +113,8 @@ def _run(run: str | list[str] | dict[str, Any]) -> dict[str, Any]:
 
 
 IMAGE_KEY = "5e" * 32  # with which the images of commands are encrypted
+
+QUICK_BEAT_S = 0.05  # for a test that waits for many reports: each takes some lines of a log
 
 PATIENCE_S = 90.0  # for what comes soon, but on a slow machine beside other tests
 

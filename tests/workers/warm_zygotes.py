@@ -25,7 +25,7 @@ from unittest import mock
 import psutil
 
 from tests.processes import children, runs
-from tests.warm_processes import Forked, Forks, Warm, fork_of, show_as
+from tests.warm_processes import ROOT, Forked, Forks, Warm, fork_of, run_program, show_as
 from workers.device.processes import zygote_handle
 from workers.process.isolation.sandbox import Room
 
@@ -81,11 +81,25 @@ def forked_for(pid: int) -> list[psutil.Process]:
     return [each for each in found if runs(each, _SHOWN.format(pid))]
 
 
+def said_by(module: str, *words: str, kind: str = "cpu") -> bytes:
+    """Return what a program prints that needs torch; it is a fork with this environment."""
+    env = {**os.environ, "SIM_DEVICES": "1" if kind == "sim" else ""}
+    body = {"words": ["-m", module, *words], "env": env, "folder": str(ROOT)}
+    reads, writes = os.pipe()
+    with os.fdopen(reads, "rb") as output:
+        program = fork_of(WARM[kind].ask(), {**body, "death": signal.SIGKILL}, [writes, 2])
+        os.close(writes)
+        said = output.read()
+    status = program.wait()
+    assert status == 0, f"{module} ended with {status}"
+    return said
+
+
 # --- the warm process -----------------------------------------------------------------------------
 
 
-def main(asks: int) -> NoReturn:
-    """Fork zygotes on request until the test process is gone."""
+def main(asks: int) -> None:
+    """Fork zygotes and programs on request until the test process is gone."""
     from workers import zygote
 
     zygote.import_what_jobs_need()
@@ -95,6 +109,9 @@ def main(asks: int) -> NoReturn:
     works_for = set[bytes]()
     forks.also[told] = lambda: works_for.add(os.read(told, _KIND_BYTES))
     body, given = forks.serve()
+    if "words" in body:
+        run_program(body, (given[0], given[1]), set())
+        return
     show_as(body["shown"])
     os.environ.pop("SIM_DEVICES", None)
     os.environ.update(body["variables"])

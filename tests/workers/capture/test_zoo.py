@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 
 import pytest
 
 from tests.thoroughness import every_second, rest_long
-from tests.workers.journeys import ANIMALS, ROOT, Animal, Station, points, travelled, undisturbed
+from tests.workers import warm_zygotes
+from tests.workers.journeys import ANIMALS, Animal, Station, points, travelled, undisturbed
 
 STEPS = 12
 COMPILED = "compiled aot_eager"  # which takes a second to compile each time it is put back
@@ -69,12 +68,6 @@ def test_different_seed_is_noticed(station):
 @pytest.mark.parametrize("kind", rest_long(["sharded", "replicated"]))
 def test_two_ranks_continue_in_new_processes(tmp_path, kind):
     """Each rank is captured alone, after the same step; the groups are there before it is back."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.workers.two_ranks", str(tmp_path), kind],
-        stdout=subprocess.PIPE,
-        check=True,
-        cwd=ROOT,
-        timeout=300,
-    )
-    for whole, begun, rest in json.loads(done.stdout.splitlines()[-1]):
+    said = warm_zygotes.said_by("tests.workers.two_ranks", str(tmp_path), kind)
+    for whole, begun, rest in json.loads(said.splitlines()[-1]):
         assert begun + rest == whole

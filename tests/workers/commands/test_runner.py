@@ -32,7 +32,7 @@ from app.core.model.protocol.messages import (
     Stopped,
 )
 from tests.processes import children, is_living, runs, status_of, used_s
-from tests.workers.conftest import PATIENCE_S, ROOT, DeviceRig
+from tests.workers.conftest import PATIENCE_S, QUICK_BEAT_S, ROOT, DeviceRig
 from workers.commands.inputs_outputs import OwnSteps
 from workers.device.stays import admission
 
@@ -178,7 +178,8 @@ def test_places_go_on_where_the_processes_of_a_command_do():
 @pytest.mark.parametrize(
     ("end", "last"), [("raise ValueError(7)", "ValueError: 7"), ("os.kill(0, 9)", "going")]
 )
-def test_last_words_after_a_flood_are_in_log_and_detail(rig, end, last):
+def test_last_words_after_a_flood_are_in_log_and_detail(rigs, end, last):
+    rig = rigs(beat_s=QUICK_BEAT_S)
     flood = (
         "import os, sys\n"
         "for n in range(400_000):\n"

@@ -23,7 +23,14 @@ from app.core.model.protocol.messages import (
 )
 from tests.launches import image_of
 from tests.thoroughness import rest_long
-from tests.workers.conftest import PATIENCE_S, PRESET, DeviceRig, alone, separate_device
+from tests.workers.conftest import (
+    PATIENCE_S,
+    PRESET,
+    QUICK_BEAT_S,
+    DeviceRig,
+    alone,
+    separate_device,
+)
 from workers.device.processes import resident_records
 from workers.device.stays import admission
 from workers.transfer.host_context import CannotServe, locked
@@ -163,7 +170,8 @@ def test_logs_are_complete_and_in_order(rig):
     assert ["stderr", "to stderr"] in lines
 
 
-def test_flood_of_log_lines_is_cut_and_says_so(rig):
+def test_flood_of_log_lines_is_cut_and_says_so(rigs):
+    rig = rigs(beat_s=QUICK_BEAT_S)
     rig.launch("t1", "jobs:Flood")
     rig.event(Finished, "t1")
     rig.until(lambda: rig.view("t1") is None)
@@ -522,7 +530,8 @@ def test_memory_is_bounded_by_what_launches_ask_for(rigs):
     assert [rig.view(task).level for task in ("t1", "t2")] == ["host", "device"]
 
 
-def test_image_that_is_not_durable_is_never_dropped(rigs):
+def test_image_that_is_not_durable_is_never_dropped(rigs, monkeypatch):
+    monkeypatch.setattr("workers.device.stays.storing.SAVE_AGAIN_US", 1_000_000)
     rig = rigs(residents_max=1)
     folder = rig.house.run.parent / "store"
     rig.launch("t1", "jobs:Count")

@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,8 @@ from app.core.model.descriptor import BadDescriptor
 from app.core.model.graphs import task_graph
 from app.core.model.protocol.messages import Failed, Finished, Saved, Started
 from tests.thoroughness import rest_long
-from tests.workers.conftest import BUNDLE, PRESET, ROOT, DeviceRig
+from tests.workers import warm_zygotes
+from tests.workers.conftest import BUNDLE, PRESET, DeviceRig
 from workers.graph import runner
 from workers.graph.runner import Loaded, NodeFailed, weigh
 from workers.hardware.accelerator import Accelerator
@@ -520,13 +519,12 @@ SLOW = napping(nap_s=0.5, train_s=0.5)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What LONG gives when nothing happens to it, in a plain process of its own."""
+    """What LONG gives when nothing happens to it, in a process of its own without a sandbox."""
     path = tmp_path_factory.mktemp("graphs") / "long.json"
     path.write_text(json.dumps(LONG))
-    command = [sys.executable, "-m", "examples.job_alone", str(BUNDLE), str(path)]
-    command += ["--preset", json.dumps(PRESET)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
-    return json.loads(done.stdout.splitlines()[-1])["result"]
+    words = (str(BUNDLE), str(path), "--preset", json.dumps(PRESET))
+    said = warm_zygotes.said_by("examples.job_alone", *words)
+    return json.loads(said.splitlines()[-1])["result"]
 
 
 def test_a_graph_gets_its_inputs_and_gives_its_outputs(rig: DeviceRig) -> None:
