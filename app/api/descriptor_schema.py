@@ -556,7 +556,8 @@ _TASK = _object(
             },
             "description": "makes the task a lot with a member for each combination of the values:"
             f" of each key a list, or a range such as `0-9`; at most {MOST_COMBINATIONS}"
-            f" combinations. `{EXCLUDE}` lists combinations without a member. A value is"
+            f" combinations. Keys go in the order of the alphabet, the last varies fastest."
+            f" `{EXCLUDE}` lists combinations without a member. A value is"
             " `${matrix.KEY}`, or a parameter of that name if no text names it",
         },
     },

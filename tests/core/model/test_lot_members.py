@@ -61,6 +61,13 @@ def test_function_has_no_variable_of_its_own_and_shares_its_process():
     assert (made.env, made.params) == ({}, {"n": 1})
 
 
+def test_order_of_the_keys_is_that_of_the_alphabet_however_they_were_stored():
+    orders = ({"way": ["x", "y"], "lr": [1, 2]}, {"lr": [1, 2], "way": ["x", "y"]})
+    found = [[*read(matrix=matrix).matrix.combinations()] for matrix in orders]
+    assert found[0] == found[1]
+    assert [each["lr"] for each in found[0]] == [1, 1, 2, 2]
+
+
 def test_indices_follow_the_matrix_and_leave_out_what_is_excluded():
     task = read(matrix={"lr": ["a", "b"], "seed": [1, 2], "exclude": [{"lr": "a", "seed": 2}]})
     said = [(one["lr"], one["seed"]) for one in task.matrix.combinations()]

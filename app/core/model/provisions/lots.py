@@ -1,8 +1,9 @@
 """Reads what makes a task a lot, which is many tasks from one description: `array` and `matrix`.
 
-An array counts its members. A matrix has a member for each combination of its values, the last one
-fastest, without those that `exclude` names; its `array` may bound how many members there are at
-once. The index of a member is its place among all, and its name for ever.
+An array counts its members. A matrix has a member for each combination of its values, without those
+that `exclude` names; its `array` may bound how many members there are at once. The index of a
+member is its place among all, and its name for ever. Keys are taken in the order of the alphabet,
+the last one varies fastest: tables keep no other order of the keys of an object.
 `core.model.lot_members` makes the members.
 """
 
@@ -124,7 +125,7 @@ def _read_matrix(fields: Fields) -> Matrix | None:
     given = fields.mapping("matrix")
     if fields.body.get("matrix") is None:
         return None
-    keys = [key for key in given if key != EXCLUDE]
+    keys = sorted(key for key in given if key != EXCLUDE)
     if not 1 <= len(keys) <= MOST_KEYS:
         told = f"must have from 1 to {MOST_KEYS} keys beside exclude; got {len(keys)}"
         fields.fault("matrix", told, "range")
