@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.local.embedded_servers import temporary_home
+from tests.acceptance.conftest import running_system
 from tests.acceptance.history import overlaps, runs
 
 pytestmark = pytest.mark.acceptance
@@ -86,3 +88,34 @@ def is_past_a_checkpoint(client):
         return saved and task["step"] > max(saved)
 
     return is_past
+
+
+@pytest.mark.long
+def test_kill_of_a_host_worker_costs_each_of_eight_tasks_the_steps_since_its_checkpoint():
+    """All tasks of the host die with its worker, and each goes on from its own checkpoint."""
+    with temporary_home() as home, running_system(home, env={}, devices=8) as system:
+        clients = [system.client(tenant) for tenant in ("alpha", "beta", "gamma")] * 3
+        with system.gate() as gate:
+            ids = [(each, submit_slow(each, n, gate)) for n, each in enumerate(clients[:8])]
+            for client, id in ids:
+                system.wait_running(client, id)
+            for client, id in ids:
+                client.wait_until(id, is_past_a_checkpoint(client))
+            system.kill("device.0")
+        for client, id in ids:
+            task = client.wait(id)["tasks"][0]
+            assert (task["state"], task["result"]["done"]) == ("done", STEPS)
+            after, before = client.items(f"/v1/tasks/{task['id']}/placements")
+            assert (before["end"], after["end"]) == ("lost", "finished")
+            saved = {item["step"] for item in client.items(f"/v1/tasks/{task['id']}/checkpoints")}
+            assert after["first_step"] in saved
+            assert task["lost_steps"] == before["last_step"] - after["first_step"] >= 0
+        system.check_ledger()
+
+
+def submit_slow(client, n, gate):
+    params = {"steps": STEPS, "seed": n, "step_s": 0.1}
+    checkpoint = {"every_s": 5.0, "keep": 5}
+    return client.submit_job(
+        "train:Train", name=f"k{n}", params=params, gate=gate, checkpoint=checkpoint
+    )
