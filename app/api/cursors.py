@@ -45,18 +45,18 @@ def opened(cursor: str, parts: int = 1, *, where: str = "?cursor") -> list[str]:
         text = ""
     key = text.split(".", parts - 1)
     if len(key) != parts or not text.isprintable() or not all(key):
-        raise _bad(where)
+        raise bad_cursor(where)
     return key
 
 
 def opened_numbers(cursor: str, parts: int = 1, *, where: str = "?cursor") -> list[int]:
     key = opened(cursor, parts, where=where)
     if not all(part.isdecimal() and part.isascii() and len(part) < 19 for part in key):
-        raise _bad(where)
+        raise bad_cursor(where)
     return [int(part) for part in key]
 
 
-def _bad(where: str) -> BadInput:
+def bad_cursor(where: str = "?cursor") -> BadInput:
     given_by = "list" if where.startswith("?") else "stream"
     return BadInput.at(where, f"must be a cursor that a {given_by} returned", "cursor")
 
@@ -106,7 +106,7 @@ class Paging:
         if self.given is None:
             return None
         if not self.given.startswith(self._mark):
-            raise _bad("?cursor")
+            raise bad_cursor()
         return self.given.removeprefix(self._mark)
 
     @property

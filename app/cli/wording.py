@@ -225,6 +225,16 @@ TASKS = [
     Column("ID", lambda t: t["id"], whole=True, wide=True),
 ]
 
+MEMBERS = [
+    Column("MEMBER", lambda t: t["name"]),
+    Column("VALUES", lambda t: t["lot_values"]),
+    Column("STATE", lambda t: _task_state(t)),
+    Column("STEP", lambda t: t["step"] or None, right=True),
+    Column("HELD", lambda t: seconds(_device_us(t)), right=True),
+    Column("METRICS", lambda t: t["metrics"]),
+    Column("ID", lambda t: t["id"], whole=True, wide=True),
+]
+
 OUTPUTS = [
     Column("TASK", lambda o: o["task"]),
     Column("OUTPUT", lambda o: o["name"]),

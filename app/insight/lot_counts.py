@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from sqlalchemy import Boolean, ColumnElement, func, literal_column, select
+from sqlalchemy import Boolean, ColumnElement, Numeric, case, cast, func, literal_column, select
 from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import ENDED, State
@@ -96,6 +97,12 @@ def phase_of(state: LotState, hold: str) -> Phase:
         return found
     is_held = hold or state.counts.has_failed_too_often or not state.counts.at_once
     return Phase.paused if is_held else Phase.queued
+
+
+def metric_value(name: str) -> ColumnElement[Any]:
+    """Return the last value of a task's metric, as a column; null if it is not a number."""
+    value = Task.metrics[name]
+    return case((func.jsonb_typeof(value) == "number", cast(value.astext, Numeric)))
 
 
 def ends_in_s(session: Session, id: str, state: LotState) -> float | None:

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, get_args
 
 from fastapi import Body, Path, Query, Response
 from fastapi.responses import StreamingResponse
-from sqlalchemy import ARRAY, Text, and_, any_, bindparam, cast, func, select, true
+from sqlalchemy import (
+    ARRAY,
+    Numeric,
+    Text,
+    and_,
+    any_,
+    bindparam,
+    cast,
+    func,
+    literal,
+    select,
+    true,
+    tuple_,
+)
 from sqlalchemy.orm import Session, aliased
 from sqlalchemy.orm.attributes import instance_dict
 
@@ -47,10 +61,10 @@ from app.core.model.provisions.lots import Array
 from app.core.model.provisions.resources import of_amounts
 from app.core.model.provisions.tunnel import why_not_into
 from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task, Tenant
-from app.db.transactions import Db
+from app.db.transactions import AnySelect, Db
 from app.errors import BadInput, Conflict, NotFound
 from app.insight import explain, phases, reports
-from app.insight.lot_counts import ends_in_s, lot_states, phase_of
+from app.insight.lot_counts import ends_in_s, lot_states, metric_value, phase_of
 from app.insight.reports import NetworkUse
 from app.insight.time_spent import time_spent
 from app.intake import actions
@@ -79,6 +93,14 @@ def list_tasks(
     lot: Annotated[
         str | None, Query(description="The id of a lot: its members, the newest first.")
     ] = None,
+    sort: Annotated[
+        str | None,
+        Query(
+            pattern=r"^-?metric:.{1,200}$",
+            description="With `lot`: `metric:NAME` lists the members by the last value of this "
+            "metric, the lowest first, `-metric:NAME` the highest. Others are left out.",
+        ),
+    ] = None,
 ) -> dict[str, Any]:
     """Lists the tasks of the tenants that you see; every filter narrows the list."""
     query = select(Task).where(of_caller(caller, Task.tenant_id))
@@ -94,6 +116,11 @@ def list_tasks(
         query = query.where(Task.name == name)
     if lot is not None:
         query = query.where(Task.lot_id == lot, Task.lot_index.is_not(None))
+    if sort is not None:
+        if lot is None:
+            raise BadInput.at("?sort", "goes with lot: name the lot whose members to sort", "lot")
+        found = _by_metric(session, paging, query, sort)
+        return found.page(task_outs(session, caller, found.rows))
     by_state = request_id is None and lot is None and (states or asked or not caller.sees_all)
     found = paging.read(
         session,
@@ -103,6 +130,25 @@ def list_tasks(
         parts=_by_tenant_and_state(caller, states, asked) if by_state else None,
     )
     return found.page(task_outs(session, caller, found.rows))
+
+
+def _by_metric(
+    session: Session, paging: cursors.Paging, query: AnySelect, sort: str
+) -> cursors.FoundPage:
+    """Return a page of tasks in the order of a metric; of equal values the oldest goes first."""
+    value = metric_value(sort.partition(":")[2])
+    key = -value if sort.startswith("-") else value
+    query = query.where(value.is_not(None))
+    if (cursor := paging.cursor) is not None:
+        id, last = cursors.opened(cursor, 2)
+        try:
+            number = Decimal(last)
+        except InvalidOperation as error:
+            raise cursors.bad_cursor() from error
+        query = query.where(tuple_(key, Task.id) > tuple_(literal(number, Numeric), literal(id)))
+    rows = session.execute(query.add_columns(key).order_by(key, Task.id).limit(paging.most)).all()
+    sealed = [cursors.seal(task.id, value) for task, value in rows]
+    return paging.cut([task for task, _ in rows], sealed)
 
 
 def _by_tenant_and_state(

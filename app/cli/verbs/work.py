@@ -1,4 +1,4 @@
-"""Verbs that look at work: ps, show, why, logs, watch."""
+"""Verbs that look at work: ps, show, members, why, logs, watch."""
 
 from __future__ import annotations
 
@@ -55,6 +55,39 @@ def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> No
             return
         stays = list(client.items(f"/v1/tasks/{id}/placements"))
     show({**value, "placements": stays}, output, lambda: wording.task(value, stays))
+
+
+@app.command(rich_help_panel=WORK)
+def members(
+    ctx: typer.Context,
+    id: Which,
+    state: Annotated[
+        str | None, typer.Option("--state", help="only members in this state, such as failed")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", help="by this metric, the lowest first")
+    ] = None,
+    highest: Annotated[
+        bool, typer.Option("--highest", help="with --sort: the highest first")
+    ] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=200, help="print at most so many")
+    ] = 50,
+    output: Format = Output.table,
+) -> None:
+    """List members of a request's lots with their values, newest first or by a metric."""
+    asked = {"phase": state, "limit": limit}
+    if sort:
+        asked["sort"] = f"{'-' if highest else ''}metric:{sort}"
+    with root_command.connect(ctx) as client:
+        lots = [task for task in names.named_tasks(client, id) if task["lot"]]
+        found = [
+            each
+            for lot in lots
+            for each in client.get("/v1/tasks", lot=lot["id"], **asked)["items"]
+        ]
+    none = "No members." if lots else "It has no lot."
+    show(found, output, lambda: table(found, wording.MEMBERS, empty=none))
 
 
 @app.command(rich_help_panel=WORK)

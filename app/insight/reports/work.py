@@ -24,7 +24,7 @@ from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant,
 from app.insight import explain, phases
 from app.insight.explain import Why
 from app.insight.forecast import Start
-from app.insight.lot_counts import LotState, ends_in_s, lot_states, phase_of
+from app.insight.lot_counts import LotState, ends_in_s, lot_states, metric_value, phase_of
 from app.insight.reports.fleet import held_devices, steps_of
 from app.insight.reports.network import NetworkUse, network_use
 from app.scheduling.journal.lots import IS_NO_MEMBER
@@ -300,9 +300,8 @@ def members(
     if phase:
         query = query.where(phases.has_task_in([phase]))
     if metric:
-        value = Task.metrics[metric]
-        is_number = func.jsonb_typeof(value) == "number"
-        query = query.where(is_number).order_by(value.as_float())
+        value = metric_value(metric)
+        query = query.where(value.is_not(None)).order_by(value)
     rows = session.scalars(query.order_by(Task.lot_index).limit(limit))
     return [
         LotMember(

@@ -75,7 +75,7 @@ _HOW = {"done": "is done", "failed": "has failed", "cancelled": "was cancelled"}
 _STATES = text(
     """
     select r.id, r.tenant_id, r.state, array_agg(distinct t.state) as tasks,
-        bool_or(t.first_started_at is not null or exists (select from tasks m
+        bool_or(t.first_started_at is not null or t.lot_id = t.id and exists (select from tasks m
             where m.lot_id = t.id and m.lot_index is not null
                 and m.first_started_at is not null)) as started,
         count(distinct coalesce(t.island, '')) > 1 as spread

@@ -92,6 +92,7 @@ def answer(operation: str, *, filled: bool) -> Any:
 TABLES: dict[str, tuple[list[str], JSON]] = {
     "REQUESTS": (["GET /requests", "GET /requests/{id}"], {}),
     "TASKS": (["GET /tasks", "GET /tasks/{id}"], {}),
+    "MEMBERS": (["GET /tasks"], {}),
     "CHECKPOINTS": (["GET /tasks/{id}/checkpoints"], {"task": "a"}),
     "DATABLOCKS": (["GET /datablocks"], {}),
     "PLACEMENTS": (["GET /tasks/{id}/placements"], {}),

@@ -974,6 +974,14 @@ class TestWishes:
             said = (tmp_path / "got" / f"command.{n}" / "out" / "said.txt").read_text()
             assert said == f"/v1/tasks/{lot}{n}/outputs/artifacts.zip"
         assert run("show", "many/command.1").exit_code == 0
+        service.sql("""update tasks set metrics = '{"loss": 0.5}' where id = %s""", f"{lot}1")
+        shown = run("members", id, "-o", "json").stdout
+        assert [each["lot_index"] for each in json.loads(shown)] == [1, 0]
+        best = run("members", id, "--sort", "loss", "--highest")
+        assert best.exit_code == 0, best.output
+        assert "command.1" in best.stdout
+        assert "command.0" not in best.stdout
+        assert run("members", id, "--state", "failed").exit_code == 0
 
     def test_cancelling_an_ended_request_is_no_error_and_is_said(self, run, service, submitted):
         service.ends(submitted, "done")

@@ -356,6 +356,25 @@ class TestAnswers:
         assert reason["code"] == "LOT_MEMBERS"
         assert reason["message"].startswith("2 of 100 members are queued or running")
 
+    def test_members_are_listed_by_a_metric_page_by_page(self, session, submit, red):
+        submit(array={"count": 5})
+        look(session)
+        said = (0.5, 10**400, -1, "text", None)
+        for task, loss in zip(members(session), said, strict=True):
+            task.metrics = {} if loss is None else {"loss": loss}
+        session.commit()
+        asked = {"lot": lot_of(session).id, "limit": 2}
+        for sort, order in (("metric:loss", [2, 0, 1]), ("-metric:loss", [1, 0, 2])):
+            first = red.get("/v1/tasks", params={**asked, "sort": sort}).json()
+            more = {**asked, "sort": sort, "cursor": first["next_cursor"]}
+            rest = red.get("/v1/tasks", params=more).json()
+            assert [task["lot_index"] for task in first["items"] + rest["items"]] == order
+            assert rest["next_cursor"] is None
+            assert red.get(f"/ui/requests?sort={sort}").status_code != 500
+        problem(red.get("/v1/tasks?sort=metric:loss"), 422, "validation-error", "?sort")
+        wrong = red.get("/v1/tasks", params={**asked, "sort": "metric:loss", "cursor": "x"})
+        problem(wrong, 422, "validation-error", "?cursor")
+
     def test_other_tenants_see_no_member(self, session, submit, as_):
         submit(array={"count": 3})
         look(session)
