@@ -460,11 +460,14 @@ def _look_inside_first(request: JSON) -> str:
     return _look_inside(first, end if len(tasks) == 1 else f"{end}/{first['name']}")
 
 
+def _failed(task: JSON) -> str:
+    """Name a task and the cause of its failure; a lot has no cause of its own."""
+    return f"{task['name']}: {task['cause']}" if task["cause"] else str(task["name"])
+
+
 def failure(task: JSON) -> Text:
     """Say why the task's last attempt failed, with the traceback of the job."""
-    text = Text("\n").append_text(
-        words(f"{task['name']}: {task['cause']}: {task['message']}", "red")
-    )
+    text = Text("\n").append_text(words(f"{_failed(task)}: {task['message']}", "red"))
     told = (task["message"] or "").splitlines()
     for line in (task["detail"] or "").splitlines():
         if line in told:
@@ -607,7 +610,7 @@ def quiet(value: JSON, given: str) -> Text:
 
 def _cause(task: JSON, of: str = "") -> Text:
     first = (task["message"] or "").partition("\n")[0]
-    text = words(f"{task['name']}: {task['cause']}: {first}", "red")
+    text = words(f"{_failed(task)}: {first}", "red")
     return text.append(f"  roundhouse show {of or task['id']}", "default")
 
 

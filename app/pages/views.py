@@ -329,7 +329,7 @@ def show_request(
         sort=sort,
         metric_names=charts.metric_names,
         not_shown=0 if lots else sum(found.tasks.values()) - len(tasks),
-        spent=time_spent(session, [task.id for task in tasks]),
+        spent=time_spent(session, [task.id for task in tasks if not task.lot]),
         times=charts.TIMES,
         breakdown=charts.breakdown,
         not_numbers=charts.not_numbers,

@@ -80,6 +80,11 @@ LONG = "a-name-of-forty-characters-in-one-word-x"  # longer than most names
 ID = "req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b"
 
 
+def test_failed_lot_has_counts_and_no_cause():
+    lot = {"name": "train", "cause": None, "message": "2 members done, 1 failed.", "detail": None}
+    assert wording.failure(lot).plain.strip() == "train: 2 members done, 1 failed."
+
+
 def row_of(schema: str, **more):
     """What the API's document gives as an example, with every field and long names."""
     [example] = SCHEMAS[schema]["examples"]

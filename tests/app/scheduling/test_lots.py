@@ -403,6 +403,8 @@ class TestAnswers:
         assert "0 0.5 0 failed" in words
         assert "1 0.5 1 done" in words
         assert "3 of 60 members are queued or running" in words
+        for of_single_tasks in ("Time breakdown", "Without a device", "Look inside"):
+            assert of_single_tasks not in words
         failed = browser.get(f"/ui/requests/{id}?members=failed").text
         assert "0.5 1 done" not in " ".join(re.sub("<[^>]+>", " ", failed).split())
         by_loss = browser.get(f"/ui/requests/{id}?sort=loss").text
