@@ -45,6 +45,7 @@ _IS_FAILED_MEMBER: ColumnElement[bool] = literal_column(
     "tasks.lot_index is not null and tasks.state in ('failed', 'cancelled')", Boolean
 )
 LOTS_AT_ONCE = 50  # lots that one transaction of control looks at
+MEMBERS_AT_ONCE = 1000  # most members that it makes
 _DESCRIPTIONS = 64  # lots whose descriptions are kept in memory
 _COUNTS = [each.name for each in fields(LotCounts)]
 
@@ -70,7 +71,8 @@ def replace_ended(session: Session) -> None:
             _add_up(lot, task, 1)
         if counts_of(lot).has_failed_too_often and not was_held:
             _tell_held(session, lot, ended[id][0])
-        _make(session, lot, [task.island for task in ended[id]])
+        islands = [task.island for task in ended[id]]
+        _make(session, lot, islands, most=len(islands))
         if lot.live == 0:
             transactions.after_commit(session, outbox.nudge_control)
 
@@ -100,16 +102,13 @@ def look_at_lots(session: Session) -> bool:
     query = query.where(or_(waits, is_given_up)).order_by(Lot.id)
     locked = query.limit(LOTS_AT_ONCE).with_for_update(of=Lot, skip_locked=True)
     lots = session.scalars(locked.execution_options(populate_existing=True)).all()
-    return restarted | any([_proceed(session, lot) for lot in lots])
-
-
-def _proceed(session: Session, lot: Lot) -> bool:
-    """Make members of the lot, or end it; True if that was possible."""
-    before = lot.made, lot.again, lot.is_open
-    _make(session, lot, [])
-    if lot.live == 0:
-        _end(session, lot)
-    return (lot.made, lot.again, lot.is_open) != before
+    most, ended = MEMBERS_AT_ONCE, False
+    for lot in lots:
+        most -= _make(session, lot, [], most=most)
+        if lot.live == 0:
+            _end(session, lot)
+            ended |= not lot.is_open
+    return restarted or ended or most < MEMBERS_AT_ONCE
 
 
 def _restart_asked(session: Session) -> bool:
@@ -205,18 +204,19 @@ def _add_up(lot: Lot, task: Task, sign: int) -> None:
     lot.lost_steps += sign * task.lost_steps
 
 
-def _make(session: Session, lot: Lot, places: Sequence[str | None]) -> None:
-    """Make as many members as the lot has room for, the first ones on the islands in `places`.
+def _make(session: Session, lot: Lot, places: Sequence[str | None], *, most: int) -> int:
+    """Make as many members as the lot has room for, up to `most`, the first ones on the islands in
+    `places`; return how many.
 
     Members that start again go first.
     """
-    room = counts_of(lot).room
+    room = min(counts_of(lot).room, most)
     if not room:
-        return
+        return 0
     mine = select(Task.descriptor, Task.retry_max).where(Task.id == lot.id, *_may_start())
     found = session.execute(mine.with_for_update(read=True, of=Task, skip_locked=True)).first()
     if found is None:
-        return
+        return 0
     islands = [*places, *[None] * room][:room]
     for task in _asked_again(session, lot, room) if lot.again else ():
         _add_up(lot, task, -1)
@@ -227,6 +227,7 @@ def _make(session: Session, lot: Lot, places: Sequence[str | None]) -> None:
     lot.live += lot.made - first
     session.flush()
     _write(session, lot.id, found.descriptor, range(first, lot.made), islands)
+    return room - len(islands) + lot.made - first
 
 
 def _asked_again(session: Session, lot: Lot, room: int) -> Sequence[Task]:
@@ -240,8 +241,8 @@ def _asked_again(session: Session, lot: Lot, room: int) -> Sequence[Task]:
 def _restart(session: Session, task: Task, island: str | None) -> None:
     task_writer.move_task(session, task, Move.Again)
     task.again_asked, task.island = False, island
-    task.cause = task.message = task.detail = task.ended_at = task.retry_at = None
-    task.cancel_asked_at = None
+    task.cause = task.message = task.detail = task.ended_at = task.cancel_asked_at = None
+    task.retry_at = transactions.now(session)  # it is queued after a failure, not preempted
     task.hold, task.attempts, task.avoids = "", 0, []
     task_writer.tell(session, task, "task.again", "It starts again.")
 

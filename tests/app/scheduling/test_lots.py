@@ -29,9 +29,10 @@ from app.db.models import (
 from app.db.transactions import transaction
 from app.insight import explain
 from app.intake import island_assignment
+from app.pages import forms
 from app.scheduling import journal, retention
 from app.scheduling.board_follower import Follower
-from app.scheduling.journal import task_writer
+from app.scheduling.journal import lots, task_writer
 from app.scheduling.journal.lots import counts_of
 from tests.app.conftest import problem
 
@@ -144,6 +145,16 @@ class TestMembers:
         look(session)
         assert state_of(session, id) == ("done", "done")
         assert counts_of(lot_of(session)).done == 7
+
+    def test_one_transaction_makes_a_limited_number_of_members(self, session, submit, monkeypatch):
+        monkeypatch.setattr(lots, "MEMBERS_AT_ONCE", 4)
+        submit(array={"count": 9, "at_once": 3})
+        submit(array={"count": 9, "at_once": 3})
+        assert journal.look_at_lots(session)
+        assert len(members(session)) == 4
+        look(session)
+        assert len(members(session)) == 6
+        assert not journal.look_at_lots(session)
 
     def test_member_takes_the_island_of_the_one_that_ended(self, session, submit):
         submit(array={"count": 2, "at_once": 1})
@@ -278,6 +289,8 @@ class TestRetry:
         again = members(session, "blocked")
         assert [task.lot_index for task in again] == [0, 2]
         assert state_of(session, id) == ("blocked", "running")
+        shown = red.get(f"/v1/requests/{id}").json()
+        assert shown["task_phases"] == {"done": 1, "queued": 3}
         assert {(task.message, task.ended_at, task.attempts) for task in again} == {(None, None, 0)}
         for _ in range(3):
             end(session, members(session, "blocked")[0])
@@ -405,6 +418,10 @@ class TestAnswers:
         assert "3 of 60 members are queued or running" in words
         for of_single_tasks in ("Time breakdown", "Without a device", "Look inside"):
             assert of_single_tasks not in words
+        sent = {"do": "retry", "token": forms.token(cookie)}
+        same = {"Sec-Fetch-Site": "same-origin"}
+        assert browser.post(f"/ui/requests/{id}", data=sent, headers=same).status_code == 200
+        assert (lot_of(session).again, lot_of(session).failed) == (1, 0)
         failed = browser.get(f"/ui/requests/{id}?members=failed").text
         assert "0.5 1 done" not in " ".join(re.sub("<[^>]+>", " ", failed).split())
         by_loss = browser.get(f"/ui/requests/{id}?sort=loss").text
