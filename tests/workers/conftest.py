@@ -321,6 +321,10 @@ class DeviceRig:
         (here,) = (each for each in residents if each.stay.key == (task, epoch))
         return Path(f"/proc/{here.pid}/cwd")
 
+    def drop_all(self) -> None:
+        """Want no task any more, so that a device which is closed waits for none."""
+        self.drop += map(list, self.orders)
+
     def let_end(self, task: str, epoch: int = 1) -> None:
         """Make the file `end` in the folder of a task that has started: it waits for the file."""
         (self.folder(task, epoch) / "end").touch()
@@ -456,6 +460,7 @@ def rigs(tmp_path: Path) -> Iterator[Callable[..., DeviceRig]]:
     yield make
     for made in opened:
         if made.supervisor.is_alive():
+            made.drop_all()
             made.close()
 
 

@@ -103,6 +103,8 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[int], Host]]:
 
     yield make
     for host in made:
+        for rig in host.rigs:
+            rig.drop_all()
         host.served.stop()
 
 
@@ -163,8 +165,8 @@ class TestFaultOfOneDevice:
         host = hosts(2)
         host.served.start()
         hung = host.rigs[0]
-        hung.until(lambda: hung.reports)
-        hung.supervisor.watchdog.limit_s = 0.0
+        hung.lease_s = 1.0
+        hung.until(lambda: hung.supervisor.watchdog.limit_s == 1.0)
         free = threading.Event()
         hung.supervisor.receive(free.wait)
         host.until(host.ended.is_set)
@@ -239,16 +241,18 @@ def test_stop_lets_all_devices_leave_at_the_same_time(hosts):
 
 
 class TestNews:
-    def test_news_go_to_each_device_that_is_served(self, hosts):
+    def test_news_go_to_each_device_that_is_served(self, hosts, monkeypatch):
         host = hosts(2)
         host.served.start()
-        first, other = (rig.supervisor for rig in host.rigs)
         got: list[tuple[int, Any]] = []
-        first.receive = lambda message: got.append((0, message))
-        other.receive = lambda message: got.append((1, message))
+        for n, rig in enumerate(host.rigs):
+            monkeypatch.setattr(
+                rig.supervisor, "receive", lambda message, n=n: got.append((n, message))
+            )
         told = [Cancel(task=f"t{n}", epoch=1, seq=1) for n in range(3)]
         news = {"h.0": [encode(told[0])], "h.1": [encode(told[1]), encode(told[2])]}
         host.served.receive(sealed_host_news(host.island, news))
+        monkeypatch.undo()
         assert sorted(got, key=str) == [(0, told[0]), (1, told[1]), (1, told[2])]
 
     def test_news_for_a_device_of_another_worker_are_refused(self, hosts):
