@@ -142,14 +142,15 @@ def _new_database(server_url: str) -> Iterator[str]:
     with server.connect() as connection:
         connection.execute(text(f"create database {name}"))
         try:
-            _migrate(url)
+            migrate(url)
             yield url
         finally:
             connection.execute(text(f"drop database {name} with (force)"))
     server.dispose()
 
 
-def _migrate(url: str) -> None:
+def migrate(url: str) -> None:
+    """Give an empty database the newest schema."""
     config = Config()
     config.set_main_option("script_location", str(ROOT / "migrations"))
     config.attributes["url"] = url

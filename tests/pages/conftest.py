@@ -39,7 +39,7 @@ from app.db.models import (
 from app.insight import reports
 from app.messaging import webhooks
 from app.scheduling import journal
-from tests.conftest import Servers
+from tests.conftest import Servers, migrate
 from tests.scenery import Scenery
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +129,7 @@ def _database(beside: str) -> Iterator[Engine]:
         connection.execute(text(f'create database "{url.database}"'))
     engine = create_engine(url)
     try:
-        command = [sys.executable, "-m", "alembic", "upgrade", "head"]
-        subprocess.run(command, cwd=ROOT, env=_environment(url), check=True)
+        migrate(url.render_as_string(hide_password=False))
         yield engine
     finally:
         engine.dispose()

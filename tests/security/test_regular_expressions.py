@@ -69,14 +69,11 @@ def expressions() -> Iterator[Expression]:
         if not _MAY_HAVE_ONE.search(text):
             continue
         tree = ast.parse(text)
-        names = {
-            id(node.value): ast.unparse(node.targets[0])
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-        }
-        for node in ast.walk(tree):
+        nodes = [*ast.walk(tree)]
+        names = {id(node.value): node.targets[0] for node in nodes if isinstance(node, ast.Assign)}
+        for node in nodes:
             for found, searches in _of_node(node):
-                name = names.get(id(node), "")
+                name = ast.unparse(names[id(node)]) if id(node) in names else ""
                 searched = name and any(re.search(name + _SEARCHING, t) for t in product().values())
                 yield Expression(file, ast.unparse(found), name, bool(searches or searched))
 
@@ -96,7 +93,7 @@ def _of_node(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
 
 
 def _is_of_re(function: ast.Attribute) -> bool:
-    return ast.unparse(function.value) == "re" and function.attr in _CALLS
+    return function.attr in _CALLS and ast.unparse(function.value) == "re"
 
 
 FOUND = [one for one in expressions() if (one.file, one.source) not in MADE]
