@@ -15,10 +15,10 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from sqlalchemy import Boolean, ColumnElement, and_, func, literal_column, or_, select, text
+from sqlalchemy import Boolean, ColumnElement, Select, and_, func, literal_column, or_, select, text
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model import descriptor as descriptors
@@ -87,6 +87,22 @@ def look_at_lots(session: Session) -> bool:
     moment are left to it.
     """
     restarted = _restart_asked(session)
+    lots = session.scalars(_lots_to_look_at()).all()
+    most, ended = MEMBERS_AT_ONCE, False
+    for lot in lots:
+        most -= _make(session, lot, [], most=most)
+        if lot.live == 0:
+            _end(session, lot)
+            ended |= not lot.is_open
+    return restarted or ended or most < MEMBERS_AT_ONCE
+
+
+@cache
+def _lots_to_look_at() -> Select[Lot]:
+    """Return the query for lots that have room or are over.
+
+    It is built once, since control asks every second.
+    """
     has_room = and_(
         Lot.live < Lot.at_once,
         or_(Lot.made < Lot.count, Lot.again > 0),
@@ -101,14 +117,7 @@ def look_at_lots(session: Session) -> bool:
     waits = and_(Task.state == State.blocked, or_(has_room, ends))
     query = query.where(or_(waits, is_given_up)).order_by(Lot.id)
     locked = query.limit(LOTS_AT_ONCE).with_for_update(of=Lot, skip_locked=True)
-    lots = session.scalars(locked.execution_options(populate_existing=True)).all()
-    most, ended = MEMBERS_AT_ONCE, False
-    for lot in lots:
-        most -= _make(session, lot, [], most=most)
-        if lot.live == 0:
-            _end(session, lot)
-            ended |= not lot.is_open
-    return restarted or ended or most < MEMBERS_AT_ONCE
+    return locked.execution_options(populate_existing=True)
 
 
 def _restart_asked(session: Session) -> bool:
@@ -117,8 +126,7 @@ def _restart_asked(session: Session) -> bool:
     Members wait for their lot. The tasks of a request start again together, since one may need
     another.
     """
-    asked = select(Task.request_id).where(Task.again_asked, IS_NO_MEMBER, Task.state.in_(ENDED))
-    request = session.scalar(asked.order_by(Task.id).limit(1))
+    request = session.scalar(_AGAIN_ASKED)
     if request is None:
         return False
     which = and_(Task.request_id == request, Task.again_asked, IS_NO_MEMBER)
@@ -126,6 +134,14 @@ def _restart_asked(session: Session) -> bool:
         if task.state in ENDED:
             _restart(session, task, None)
     return True
+
+
+_AGAIN_ASKED = (
+    select(Task.request_id)
+    .where(Task.again_asked, IS_NO_MEMBER, Task.state.in_(ENDED))
+    .order_by(Task.id)
+    .limit(1)
+)
 
 
 def _end(session: Session, lot: Lot) -> None:
