@@ -66,6 +66,7 @@ BEAT_S = 2.0
 HOST_DEVICES = 8
 TICKS = 20  # number of parts of a beat, in each of which the hosts send and read what is due
 LISTENS_AFTER_S = 0.5  # after it has sent heartbeats, a host reads its queue
+LISTENS_AGAIN_S = 0.25  # until all of them are answered
 FIRST_LIMIT_S = 600.0  # until all first tasks run
 
 FILL = """
@@ -403,13 +404,15 @@ class Fleet:
             for queue in host.queues:
                 pipeline.rpop(queue, 100)
                 read.append(host)
-            host.listens_s = now_s + BEAT_S
         urgent = set()
         for host, items in zip(read, pipeline.execute(), strict=True):
             for item in items or ():
                 for device, news in self._news(host, item):
                     if self._obey(host, device, news):
                         urgent.add(device.id)
+        for host in hosts:
+            waits = any(d.answered_us < d.rhythm.sent_us for d in host.devices)
+            host.listens_s = now_s + (LISTENS_AGAIN_S if waits else BEAT_S)
         return urgent
 
     def _obey(self, host: HostPlayer, device: DevicePlayer, news: list[Any]) -> bool:
