@@ -26,8 +26,9 @@ _ON_DEVICES = (Phase.starting, Phase.running)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LotState:
-    """The members of one lot by phase and by state; those that are no tasks yet are queued, and the
-    sums are those of all.
+    """Counts the members of one lot by phase and by state, and adds up what all of them took.
+
+    Members that are no tasks yet count as queued.
     """
 
     counts: LotCounts

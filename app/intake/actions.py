@@ -257,8 +257,9 @@ def _forgive(session: Session, lots: Sequence[str]) -> bool:
     """Let lots that were held for their failures go on: as many more members may fail."""
     held = [lot for lot in _lots(session, lots) if counts_of(lot).has_failed_too_often]
     for lot in held:
-        task = session.get_one(Task, lot.id)
-        lot.failures_allowed = lot.failed + int(task.spec.array.failures_allowed or 0)  # type: ignore[union-attr]
+        array = session.get_one(Task, lot.id).spec.array
+        more = array.failures_allowed if array is not None else None
+        lot.failures_allowed = lot.failed + (more or 0)
     if held:
         after_commit(session, outbox.nudge_control)
     return bool(held)

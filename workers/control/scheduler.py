@@ -123,7 +123,7 @@ class Scheduler(Loop):
         key, body = opened_body(outbox.message_keys(), sealed, hosts=self.roster.hosts)
         is_newest, objections = False, list[str]()
         for said in heartbeats_in(body, sealed, key):
-            if objection := self._objection(said, key):
+            if objection := self._check_in(said, key):
                 objections.append(objection)
             elif self._is_newest(said):
                 self.hear(said)
@@ -132,7 +132,7 @@ class Scheduler(Loop):
             raise BadSignature("; ".join(objections))
         return is_newest
 
-    def _objection(self, said: Alive | Pulse, key: str) -> str:
+    def _check_in(self, said: Alive | Pulse, key: str) -> str:
         """Return why this heartbeat, sent by the host with `key`, does not count; "" if it does.
 
         Learn from a report how its host takes news.
