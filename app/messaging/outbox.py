@@ -40,8 +40,10 @@ AT_ONCE = 256  # messages to devices that are sealed and published together
 
 
 class NewsRoute(NamedTuple):
-    """Tells how the news for a device are sent: proved by the key that its host with this public
-    key shares, and to the queue of this host.  A signature and the device's own queue if "".
+    """Tells how the news for a device are sent.
+
+    The key shared with the host whose public key is `key` proves them; without one they are signed.
+    They go to the queue of `host`, or to the device's own.
     """
 
     key: str = ""
@@ -178,33 +180,35 @@ def post_news(news: Mapping[str, Sequence[JSON]], routes: Mapping[str, NewsRoute
     A device without a route gets a signed message of its own.  Returns the devices whose queues
     took theirs.
     """
-    by_queue = defaultdict[str, dict[str, Sequence[JSON]]](dict)
+    # A device of a host may be enrolled with a key of its own: its news go in another message.
+    together = defaultdict[tuple[str, NewsRoute], dict[str, Sequence[JSON]]](dict)
     for device, bodies in news.items():
-        by_queue[routes.get(device, NO_ROUTE).host or device][device] = bodies
-    names, sent = list(by_queue), set[str]()
-    for first in range(0, len(names), AT_ONCE):
-        part = {name: by_queue[name] for name in names[first : first + AT_ONCE]}
-        taken = post({name: _sealed(name, of, routes) for name, of in part.items()})
+        route = routes.get(device, NO_ROUTE)
+        together[route.host or device, route][device] = bodies
+    messages, sent = list(together.items()), set[str]()
+    for first in range(0, len(messages), AT_ONCE):
+        part = messages[first : first + AT_ONCE]
+        taken = post([(name, _sealed(route, said)) for (name, route), said in part])
         if taken is None:
             break  # each of the rest would run into the same timeout
-        sent.update(device for name in taken for device in part[name])
+        sent.update(device for (name, _), said in part if name in taken for device in said)
     return sent
 
 
-def _sealed(name: str, news: Mapping[str, Sequence[JSON]], routes: Mapping[str, NewsRoute]) -> str:
-    """Seal the news that go to the queue of this host, or of this device."""
-    route = routes.get(next(iter(news)), NO_ROUTE)
+def _sealed(route: NewsRoute, news: Mapping[str, Sequence[JSON]]) -> str:
+    """Seal the news of the devices that share this route: of one, if it has no host."""
     if route.host:
         return sealed_host_news(message_keys(), news, to=route.key)
-    return sealed_news(message_keys(), name, news[name], to=route.key)
+    [(device, bodies)] = news.items()
+    return sealed_news(message_keys(), device, bodies, to=route.key)
 
 
-def post(texts: Mapping[str, str]) -> set[str] | None:
-    """Publish one text to each host or device; returns those whose queues took theirs.
+def post(texts: Sequence[tuple[str, str]]) -> set[str] | None:
+    """Publish texts, each (host or device, text); returns the names whose queues took theirs.
 
     None if Redis does not answer.
     """
-    hints = [(broker.device_queue(name), text) for name, text in texts.items()]
+    hints = [(broker.device_queue(name), text) for name, text in texts]
     try:
         refused = broker.send_all(celery(), broker.DEVICE_NEWS, hints)
     except (OperationalError, OSError, RedisError) as error:
@@ -213,7 +217,7 @@ def post(texts: Mapping[str, str]) -> set[str] | None:
     if refused:
         queue, reason = min(refused.items())
         log.warning("Redis refused news in %d queues; in %s: %s", len(refused), queue, reason)
-    return {name for name in texts if broker.device_queue(name) not in refused}
+    return {name for name, _ in texts if broker.device_queue(name) not in refused}
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:

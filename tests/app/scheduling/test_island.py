@@ -72,9 +72,9 @@ def sent(monkeypatch):
         return True
 
     def post(texts):
-        for device, sealed in texts.items():
-            hint(broker.DEVICE_NEWS, broker.device_queue(device), sealed)
-        return set(texts)
+        for name, sealed in texts:
+            hint(broker.DEVICE_NEWS, broker.device_queue(name), sealed)
+        return {name for name, _ in texts}
 
     monkeypatch.setattr(outbox, "hint", hint)
     monkeypatch.setattr(outbox, "post", post)

@@ -6,6 +6,7 @@ answer that a full record of the whole report would give, and changes nothing el
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -15,13 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, select, text
 
 from app.core.device.sent_reports import SentReports
-from app.core.model.protocol.messages import Alive, Pulse
+from app.core.model.protocol.messages import Alive, Pulse, ReportWanted, encode
 from app.core.scheduling.rounds.quiet_heartbeats import QuietHeartbeats
 from app.db import transactions
 from app.db.models import Account, Enrolment, Placement, Task, Usage
 from app.identity import enrolment
 from app.messaging import outbox
 from app.messaging.message_keys import MessageKeys
+from app.messaging.outbox import NewsRoute
 from app.messaging.signed_messages import sealed_heartbeat
 from app.scheduling import journal
 from app.settings import settings
@@ -511,13 +513,32 @@ class TestVersionBefore:
 def test_only_a_device_that_announced_an_exchange_key_gets_codes(running, monkeypatch):
     """During an upgrade, device workers of two versions may serve one host."""
     posted = []
-    monkeypatch.setattr(outbox, "post", lambda texts: posted.append(texts) or set(texts))
+    monkeypatch.setattr(
+        outbox, "post", lambda texts: posted.append(dict(texts)) or set(dict(texts))
+    )
     said = report(step=1)
     newer = replace(said, facts={**said.facts, "exchange_key": KEY.announced})
     for step, each in enumerate((said, newer, newer, said, said)):
         say(running, replace(each, sent_us=said.sent_us + step))
     proofs = [texts["h.0"].split("\n", 2)[1] for texts in posted]
     assert [":" in proof for proof in proofs] == [False, True, True, False, False]
+
+
+def test_devices_of_a_host_share_a_message_unless_their_keys_differ(monkeypatch):
+    """A device may be enrolled with a key of its own, and its worker may be another one."""
+    posted, wanted = [], ReportWanted(device="h.0", incarnation="p1", sent_us=1)
+    monkeypatch.setattr(outbox, "post", lambda texts: posted.extend(texts) or set(dict(texts)))
+    hosts = NewsRoute(key="a" * 64, host="h"), NewsRoute(key="b" * 64, host="h")
+    routes = {"h.0": hosts[0], "h.1": hosts[0], "h.2": hosts[1], "h.3": NewsRoute()}
+    news = {device: [encode(wanted)] for device in ("h.0", "h.1", "h.2", "h.3", "h.4")}
+    assert outbox.post_news(news, routes) == set(news)
+    told = [(name, json.loads(text.split("\n", 2)[2])) for name, text in posted]
+    assert [(name, said.get("device") or list(said["news"])) for name, said in told] == [
+        ("h", ["h.0", "h.1"]),
+        ("h", ["h.2"]),
+        ("h.3", "h.3"),
+        ("h.4", "h.4"),
+    ]
 
 
 class TestUnopened:
