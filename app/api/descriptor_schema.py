@@ -16,15 +16,17 @@ from app.core.model.descriptor import ISOLATIONS
 from app.core.model.failure_causes import MOST_PATTERN, OF_RULES
 from app.core.model.fields import parser_of
 from app.core.model.provisions.artifacts import MOST_PATHS, USUAL_FOLDERS
+from app.core.model.provisions.lot_values import (
+    MOST_COMBINATIONS,
+    MOST_KEYS,
+    MOST_TEXT,
+    MOST_VALUES,
+)
 from app.core.model.provisions.lots import (
     EXCLUDE,
     MOST_AT_ONCE,
-    MOST_COMBINATIONS,
     MOST_EXCLUDED,
-    MOST_KEYS,
     MOST_MEMBERS,
-    MOST_TEXT,
-    MOST_VALUES,
     USUAL_AT_ONCE,
 )
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
@@ -37,6 +39,7 @@ from app.core.model.provisions.retry import (
     MOST_RULES,
     NEVER,
 )
+from app.core.model.provisions.searches import METHODS, MOST_BOUND, MOST_SEED, SCALES
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
 from app.core.model.provisions.variables import MAX_SECRETS
 
@@ -112,6 +115,25 @@ def _whole(description: str, default: int | None) -> dict[str, Any]:
     said: dict[str, Any] = {"type": "integer", "description": description}
     return said if default is None else {**said, "default": default}
 
+
+#: The forms of a key's values in a matrix or a search.
+_VALUES: list[dict[str, Any]] = [
+    {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": MOST_VALUES,
+        "items": {"type": ["string", "number", "boolean"], "maxLength": MOST_TEXT},
+    },
+    {"type": "string", "pattern": "^[0-9]{1,9}-[0-9]{1,9}$"},
+]
+_BOUND = {"type": "number", "minimum": -MOST_BOUND, "maximum": MOST_BOUND}
+_INTERVAL: dict[str, Any] = {
+    "type": "object",
+    "minProperties": 1,
+    "maxProperties": 1,
+    "propertyNames": {"enum": [*SCALES]},
+    "additionalProperties": {"type": "array", "minItems": 2, "maxItems": 2, "items": _BOUND},
+}
 
 GRAPH_EXAMPLE: dict[str, Any] = {
     "nodes": [
@@ -514,7 +536,7 @@ _TASK = _object(
             **_object(
                 {
                     "count": {
-                        **_whole("how many members; a matrix counts its own", None),
+                        **_whole("how many members; a matrix or a search counts its own", None),
                         "minimum": 1,
                         "maximum": MOST_MEMBERS,
                     },
@@ -544,13 +566,7 @@ _TASK = _object(
             "maxProperties": MOST_KEYS + 1,
             "additionalProperties": {
                 "anyOf": [
-                    {
-                        "type": "array",
-                        "minItems": 1,
-                        "maxItems": MOST_VALUES,
-                        "items": {"type": ["string", "number", "boolean"], "maxLength": MOST_TEXT},
-                    },
-                    {"type": "string", "pattern": "^[0-9]{1,9}-[0-9]{1,9}$"},
+                    *_VALUES,
                     {"type": "array", "maxItems": MOST_EXCLUDED, "items": {"type": "object"}},
                 ]
             },
@@ -559,6 +575,42 @@ _TASK = _object(
             f" combinations. Keys go in the order of the alphabet, the last varies fastest."
             f" `{EXCLUDE}` lists combinations without a member. A value is"
             " `${matrix.KEY}`, or a parameter of that name if no text names it",
+        },
+        "search": {
+            **_object(
+                {
+                    "method": {
+                        "type": "string",
+                        "enum": [*METHODS],
+                        "default": METHODS[0],
+                        "description": "`random`: each trial draws each key; `grid`: combinations"
+                        " in a shuffled order, none twice",
+                    },
+                    "trials": {
+                        **_whole("how many members; default: all combinations of a grid", None),
+                        "minimum": 1,
+                        "maximum": MOST_COMBINATIONS,
+                    },
+                    "seed": {
+                        **_whole("another seed draws other values", 0),
+                        "minimum": 0,
+                        "maximum": MOST_SEED,
+                    },
+                    "space": {
+                        "type": "object",
+                        "minProperties": 1,
+                        "maxProperties": MOST_KEYS,
+                        "additionalProperties": {"anyOf": [*_VALUES, _INTERVAL]},
+                        "description": "of each key a list of values, a range such as `0-9`, or an"
+                        " interval: `uniform`, `log`, `int` or `log_int` with the lowest and the"
+                        " highest value",
+                    },
+                },
+                ["space"],
+            ),
+            "description": "makes the task a lot whose members draw their values. A member's values"
+            " depend on this field and on its index alone. A value is `${search.KEY}`, or a"
+            " parameter of that name if no text names it",
         },
     },
     ["name", "run"],

@@ -177,6 +177,17 @@ TASKS: list[JSON] = [
         "array": {"count": 5, "at_once": 22, "max_failures": 0.6},
         "matrix": {"seed": [31, 32, 33], "way": ["a", "b"], "exclude": [{"seed": 31, "way": "b"}]},
     },
+    {
+        "name": "drawn",
+        "run": {"command": ["python", "lot.py", "--rate", "${search.rate}"]},
+        "devices": {"kind": KIND},
+        "search": {
+            "method": "grid",
+            "trials": 3,
+            "seed": 41,
+            "space": {"rate": [51, 52], "deep": {"int": [61, 63]}},
+        },
+    },
     {"name": "boxed", "run": {"command": ["true"]}, "image": "debian", "devices": {"kind": KIND}},
 ]
 

@@ -251,7 +251,7 @@ class TaskOut(Out):
     lot_id: str | None = Field(None, description="The lot of which the task is a member.")
     lot_index: int | None = Field(None, description="The index of the member in its lot.")
     lot_values: dict[str, str | int | float | bool] | None = Field(
-        None, description="The values that the matrix has for the member."
+        None, description="The values that the matrix or search has for it."
     )
     metrics: dict[str, Any] = {}
     capabilities: list[str] = Field(

@@ -119,9 +119,19 @@ def submit(
             "--matrix", help="a member for each value: lr=1e-3,1e-4, or seed=0-9; repeatable"
         ),
     ] = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--search",
+            help="draw a value for each trial: layers=2,4,8, or lr=log:1e-5,1e-2; also uniform, int"
+            " and log_int; repeatable",
+        ),
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="with --search: how many members")] = None,
+    seed: Annotated[int | None, typer.Option(help="with --search: another draws others")] = None,
     max_failures: Annotated[
         float | None,
-        typer.Option(help="with --array or --matrix: more failures hold it; below 1 a share"),
+        typer.Option(help="of a lot: more failures hold it; below 1 a share"),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
@@ -140,6 +150,7 @@ def submit(
     roundhouse submit train.py -e requirements.txt -- --epochs 2  (with packages)
     roundhouse submit folder --job train:Train -p lr=0.1
     roundhouse submit train.py --matrix lr=1e-3,1e-4 --matrix seed=0-9 -- --lr '${matrix.lr}'
+    roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
@@ -161,6 +172,7 @@ def submit(
     _set_files(descriptor, mount or [], image)
     _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
     _set_variables(descriptor, env or [], secret or [])
+    _set_search(descriptor, search or [], trials, seed)
     _set_lot(descriptor, array, matrix or [], max_failures)
     _set_order(descriptor, label or [], priority, tier)
     folder = next((each for each in (bundle, source) if each is not None and each.is_dir()), None)
@@ -237,6 +249,9 @@ _OWN_OPTIONS = {
     "--retry",
     "--array",
     "--matrix",
+    "--search",
+    "--trials",
+    "--seed",
     "--max-failures",
     "--idempotency-key",
 }
@@ -325,17 +340,20 @@ def _set_variables(descriptor: JSON, env: list[str], secrets: list[str]) -> None
 
 def _set_lot(descriptor: JSON, array: str, matrix: list[str], max_failures: float | None) -> None:
     """Make the only task a lot."""
-    if not (array or matrix):
-        if max_failures is not None:
-            raise typer.BadParameter("--max-failures goes with --array or --matrix")
+    if not (array or matrix or max_failures is not None):
         return
-    task = _only_task(descriptor, "--array" if array else "--matrix")
+    task = _only_task(
+        descriptor, "--array" if array else "--matrix" if matrix else "--max-failures"
+    )
+    if not (array or matrix or task.get("search")):
+        raise typer.BadParameter("--max-failures goes with --array, --matrix or --search")
     if matrix:
         values = _pairs("--matrix", "KEY=VALUE,...", matrix)
         task["matrix"] = {key: _values(said) for key, said in values.items()}
     found = _ARRAY.fullmatch(array)
-    if array and (found is None or (found["last"] and matrix)):
-        told = "with --matrix only %N, which says how many run at once" if matrix else "0-LAST%N"
+    drawn = "--matrix" if matrix else "--search" if task.get("search") else ""
+    if array and (found is None or (found["last"] and drawn)):
+        told = f"with {drawn} only %N, which says how many run at once" if drawn else "0-LAST%N"
         raise typer.BadParameter(f"--array must be {told}; got {array}")
     said = found.groupdict() if found is not None else {}
     last, at_once = said.get("last"), said.get("at_once")
@@ -345,6 +363,25 @@ def _set_lot(descriptor: JSON, array: str, matrix: list[str], max_failures: floa
         "max_failures": max_failures,
     }
     task["array"] = {name: value for name, value in given.items() if value is not None} or None
+
+
+def _set_search(descriptor: JSON, search: list[str], trials: int | None, seed: int | None) -> None:
+    """Let the only task draw the values of its members."""
+    given = {"trials": trials, "seed": seed}
+    if not search:
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise typer.BadParameter(f"--{unused[0]} goes with --search")
+        return
+    space = _pairs("--search", "KEY=VALUE,... or KEY=SCALE:LOW,HIGH", search)
+    drawn = {key: _space(said) for key, said in space.items()}
+    said = {name: value for name, value in given.items() if value is not None}
+    _only_task(descriptor, "--search")["search"] = {**said, "space": drawn}
+
+
+def _space(said: str) -> Any:
+    """Return the values of a key, or its interval; the service checks both."""
+    scale, colon, bounds = said.partition(":")
+    return {scale: _values(bounds)} if colon and scale.isidentifier() else _values(said)
 
 
 _ARRAY = re.compile(r"(0-(?P<last>\d{1,9}))?(%(?P<at_once>\d{1,9}))?")

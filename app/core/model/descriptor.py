@@ -58,6 +58,7 @@ from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, re
 from app.core.model.provisions.notice import Notice, read_notice
 from app.core.model.provisions.resources import NO_RESOURCES, Resources, read_resources
 from app.core.model.provisions.retry import RetryPolicy, check_rules, read_retry
+from app.core.model.provisions.searches import Search
 from app.core.model.provisions.session import InteractiveSession, read_session
 from app.core.model.provisions.variables import check_variables, read_secrets, read_variables
 
@@ -75,7 +76,7 @@ SHARING_NEED = "isolation:user"  # of devices whose workers know that value
 ONE_DEVICE = ("function", "command")
 
 MAX_TASKS = 1000
-MAX_MATRICES = 16  # most tasks of a request that are a matrix
+MAX_MATRICES = 16  # most tasks of a request that have a matrix or a search
 MAX_ISLANDS = 64
 MAX_PARAMS_BYTES = 256 * 1024  # most bytes of a task's parameters as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
@@ -232,9 +233,15 @@ class TaskDescriptor:
     # one of ISOLATIONS, or "" for a function that shares its process within its request
     # (`core.model.shared_process`)
     isolation: str = ""
-    # Set for a lot, which is many tasks (`provisions.lots`); its members have neither.
+    # Set for a lot, which is many tasks (`provisions.lots`); its members have none.
     array: Array | None = None
     matrix: Matrix | None = None
+    search: Search | None = None
+
+    @property
+    def drawn_from(self) -> Matrix | Search | None:
+        """The source of the values that differ between the members of a lot."""
+        return self.matrix or self.search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,10 +302,16 @@ def _faults_together(descriptor: Descriptor, *, has_bundle: bool) -> Iterator[Fa
 
 def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
     found = fields.items("tasks", least=1, most=MAX_TASKS)
-    matrices = [where for where, body in found if isinstance(body, dict) and body.get("matrix")]
+    matrices = [
+        f"{where}/{group}"
+        for where, body in found
+        if isinstance(body, dict)
+        for group in (Matrix.GROUP, Search.GROUP)
+        if body.get(group)
+    ]
     if len(matrices) > MAX_MATRICES:
-        told = f"at most {MAX_MATRICES} tasks may have a matrix; got {len(matrices)}"
-        fields.faults.append(Fault(f"{matrices[MAX_MATRICES]}/matrix", told, "range"))
+        told = f"at most {MAX_MATRICES} tasks may have a matrix or a search; got {len(matrices)}"
+        fields.faults.append(Fault(matrices[MAX_MATRICES], told, "range"))
         return ()
     tasks = tuple(_task(Fields(body, where, fields.faults)) for where, body in found)
     seen: set[str] = set()
@@ -347,7 +360,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
     usual = _executors(fields.body) if run.kind == "graph" else 1
     world_size = fields.integer("world_size", usual, least=1, most=100_000)
     max_duration_s = fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S)
-    array, matrix = read_lot(fields)
+    array, matrix, search = read_lot(fields)
     task = TaskDescriptor(
         name=name,
         type=fields.text("type", "default", NAME, NAME_RULE),
@@ -386,6 +399,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
         isolation=fields.one_of("isolation", ISOLATIONS, ""),
         array=array,
         matrix=matrix,
+        search=search,
     )
     return _with_needs(task)
 
@@ -747,6 +761,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "isolation": task.isolation or None,
         "array": task.array.as_json() if task.array is not None else None,
         "matrix": task.matrix.as_json() if task.matrix is not None else None,
+        "search": task.search.as_json() if task.search is not None else None,
     }
 
 

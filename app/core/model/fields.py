@@ -46,6 +46,7 @@ _EXAMPLES = {
     "image": '"ubuntu"',
     "array": '{"count": 100, "at_once": 10}',
     "matrix": '{"lr": [0.001, 0.0001], "seed": "0-9"}',
+    "search": '{"trials": 50, "space": {"lr": {"log": [1e-5, 1e-2]}, "layers": [2, 4]}}',
 }
 NEGATIONS = ("not_", "no_", "without_", "exclude_")  # prefixes of wrong names
 OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks", "environment"})
@@ -54,7 +55,7 @@ OF_TASK = frozenset(
     | {"devices", "islands"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
     | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
-    | {"array", "matrix"}
+    | {"array", "matrix", "search"}
 )
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

@@ -1,25 +1,27 @@
 """Makes the members of a lot from its description, and decides when they are made.
 
 In `params`, `env`, the words of a command and the names of published datablocks, `${array.index}`
-stands for a member's index and `${matrix.KEY}` for its value of a key. A parameter that is nothing
-else has the value itself, with its type. A key that is named nowhere becomes a parameter.
+stands for a member's index, and `${matrix.KEY}` or `${search.KEY}` for its value of a key. A
+parameter that is nothing else has the value itself, with its type. A key that is named nowhere
+becomes a parameter.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core.model.descriptor import Descriptor, TaskDescriptor, faults_of_task
 from app.core.model.fields import NAME, NAME_RULE, Fault, escaped
 from app.core.model.lifecycle import State
-from app.core.model.provisions.lots import MOST_MEMBERS, Scalar
+from app.core.model.provisions.lot_values import Scalar
+from app.core.model.provisions.lots import MOST_MEMBERS
 
 INDEX_VARIABLE = "ROUNDHOUSE_ARRAY_INDEX"
-_PLACE = re.compile(r"\$\{(array|matrix)\.([A-Za-z_]\w*)\}", re.ASCII)
+_PLACE = re.compile(r"\$\{(array|matrix|search)\.([A-Za-z_]\w*)\}", re.ASCII)
 _INDEX = ("array", "index")
 _MOST_NAME = 63 - len(f".{MOST_MEMBERS - 1}")  # characters of a lot's name
 
@@ -30,9 +32,10 @@ def member_name(lot: str, index: int) -> str:
 
 def member(task: TaskDescriptor, index: int, values: Mapping[str, Scalar]) -> TaskDescriptor:
     """Return the member of the lot with this index and these values."""
-    known: dict[tuple[str, str], Any] = {("matrix", key): value for key, value in values.items()}
+    group = task.drawn_from.GROUP if task.drawn_from is not None else ""
+    known: dict[tuple[str, str], Any] = {(group, key): value for key, value in values.items()}
     known[_INDEX] = index
-    unnamed = {key: values[key] for key in values if ("matrix", key) not in _named(task)}
+    unnamed = {key: values[key] for key in values if (group, key) not in _named(task)}
     env = {name: _text(value, known) for name, value in task.env.items()}
     if task.run.kind != "function":  # a function shares its process, and so its variables
         env[INDEX_VARIABLE] = str(index)
@@ -41,6 +44,7 @@ def member(task: TaskDescriptor, index: int, values: Mapping[str, Scalar]) -> Ta
         name=member_name(task.name, index),
         array=None,
         matrix=None,
+        search=None,
         run=replace(task.run, argv=tuple(_text(word, known) for word in task.run.argv)),
         params={**unnamed, **_filled(dict(task.params), known)},
         env=env,
@@ -135,14 +139,14 @@ def _misplaced(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
         yield "session", "a lot has no session; submit sessions one by one"
     if task.islands > 1:
         yield "islands", "a member of a lot uses one island; set 1"
-    if task.matrix is not None and task.from_checkpoint is not None and task.run.kind == "job":
-        told = "the checkpoint's job has parameters of its own, which no matrix can change"
-        yield "matrix", f"{told}; use an array, or leave out from_checkpoint"
+    drawn = task.drawn_from
+    if drawn is not None and task.from_checkpoint is not None and task.run.kind == "job":
+        told = f"the checkpoint's job has parameters of its own, which no {drawn.GROUP} can change"
+        yield drawn.GROUP, f"{told}; use an array, or leave out from_checkpoint"
 
 
 def _unknown_values(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
-    keys = task.matrix.values if task.matrix is not None else {}
-    known = {_INDEX, *(("matrix", key) for key in keys)}
+    known = {_INDEX, *_examples(task)}
     listed = ", ".join(f"${{{group}.{key}}}" for group, key in sorted(known))
     for where, text in _texts(task):
         if unknown := [name for name in _PLACE.findall(text) if name not in known]:
@@ -155,27 +159,37 @@ def longest_member(task: TaskDescriptor) -> TaskDescriptor:
     The limits of a task that hold for this member hold for all.
     """
     assert task.array is not None
-    keys = task.matrix.values if task.matrix is not None else {}
-    longest = {key: max(each, key=lambda one: len(_shown(one))) for key, each in keys.items()}
+    longest = {
+        key: max(each, key=lambda one: len(_shown(one)))
+        for (_, key), each in _examples(task).items()
+    }
     return member(task, task.array.count - 1, longest)
+
+
+def _examples(task: TaskDescriptor) -> Mapping[tuple[str, str], Sequence[Scalar]]:
+    """Return values of each key that members have, the longest among them."""
+    drawn = task.drawn_from
+    if drawn is None:
+        return {}
+    return {(drawn.GROUP, key): each for key, each in drawn.examples.items()}
 
 
 def _misnamed(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     """Yield (pointer below the task, fault) of names of datablocks that no member could publish,
     and of those that all members would.
     """
-    keys = task.matrix.values if task.matrix is not None else {}
+    keys = _examples(task)
     for port, name in task.publish.items():
         where = f"publish/{escaped(port)}"
         named = _PLACE.findall(name)
         if not named:
             told = f"each member would publish a version of {name!r}; name it by ${{array.index}}"
             yield where, told
-        usual: dict[tuple[str, str], Any] = {("matrix", key): keys[key][0] for key in keys}
+        usual: dict[tuple[str, str], Any] = {key: each[0] for key, each in keys.items()}
         usual[_INDEX] = 0
-        for group, key in named:
-            for value in keys.get(key, ()) if group == "matrix" else (0,):
-                if not NAME.fullmatch(made := _text(name, {**usual, (group, key): value})):
+        for key in named:
+            for value in keys.get(key, (0,)):
+                if not NAME.fullmatch(made := _text(name, {**usual, key: value})):
                     yield where, f"{made!r:.80} is not a valid name of a datablock: {NAME_RULE}"
                     return
 

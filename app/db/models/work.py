@@ -112,7 +112,7 @@ class Task(Base):
     # no index and no island.
     lot_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
     lot_index: Mapped[int | None]
-    # the values of a member's matrix, by key
+    # the values of a member by the key of its matrix or search
     lot_values: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     # True: an ended task or lot starts again, as a user asked; for members see `Lot.again`
     again_asked: Mapped[bool] = mapped_column(server_default=text("false"))

@@ -278,7 +278,7 @@ def _phase(task: Task, lot: LotState | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LotMember:
-    """A member of a lot, as a row of a table.  `values` are those of its matrix."""
+    """A member of a lot, as a row of a table.  `values` are those of its matrix or search."""
 
     id: str
     index: int

@@ -26,7 +26,7 @@ from app.core.model import lot_members
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.lifecycle import ENDED, Move, State
 from app.core.model.lot_members import LotCounts
-from app.core.model.provisions.lots import Scalar
+from app.core.model.provisions.lot_values import Scalar
 from app.core.units import counted
 from app.db import transactions
 from app.db.ids import new_id
@@ -267,7 +267,7 @@ def _restart(session: Session, task: Task, island: str | None) -> None:
 def _description(descriptor: str) -> tuple[TaskDescriptor, list[dict[str, Scalar]]]:
     """Return what a lot is, and the values of each member; none for an array."""
     task = descriptors.from_json(json.loads(descriptor))
-    return task, [] if task.matrix is None else [*task.matrix.combinations()]
+    return task, [] if task.drawn_from is None else [*task.drawn_from.combinations()]
 
 
 def _write(

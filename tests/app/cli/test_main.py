@@ -357,9 +357,30 @@ class TestSubmit:
                 {"matrix": {"lr": [1e-3, 1e-4], "seed": "0-9"}, "array": {"at_once": 4}},
             ),
             (("--matrix", "way=a,b"), {"matrix": {"way": ["a", "b"]}, "array": None}),
+            (
+                (
+                    "--search=lr=log:1e-5,1e-2",
+                    "--search=n=2,4",
+                    "--trials=9",
+                    "--seed=3",
+                    "--array=%2",
+                ),
+                {
+                    "search": {
+                        "space": {"lr": {"log": [1e-5, 1e-2]}, "n": [2, 4]},
+                        "trials": 9,
+                        "seed": 3,
+                    },
+                    "array": {"at_once": 2},
+                },
+            ),
+            (
+                ("--search", "n=0-9", "--max-failures", 2),
+                {"search": {"space": {"n": "0-9"}}, "array": {"max_failures": 2}},
+            ),
         ],
     )
-    def test_array_and_matrix_make_a_lot(self, run, code, words, task, monkeypatch):
+    def test_array_matrix_and_search_make_a_lot(self, run, code, words, task, monkeypatch):
         (code / "main.py").write_text("print('hello')\n")
         sent: list[dict[str, Any]] = []
         monkeypatch.setattr(Client, "submit", lambda self, body, key: sent.append(body) or body)
@@ -374,6 +395,9 @@ class TestSubmit:
             (("--array", "1-9"), "--array must be 0-LAST%N; got 1-9"),
             (("--array", "0-9", "--matrix", "a=1"), "with --matrix only %N"),
             (("--matrix", "a"), "--matrix must be KEY=VALUE,..."),
+            (("--search", "a"), "--search must be KEY=VALUE,..."),
+            (("--trials", 3), "--trials goes with --search"),
+            (("--array", "0-9", "--search", "a=1"), "with --search only %N"),
             (("--max-failures", 1), "--max-failures goes with --array"),
             (("--memory", "16 parsecs"), "16GB"),
             (("--time", "soon"), "4h"),

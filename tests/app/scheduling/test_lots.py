@@ -122,6 +122,10 @@ def lot_of(session) -> Lot:
     return session.scalars(select(Lot)).one()
 
 
+def lot_task(session) -> Task:
+    return session.scalars(select(Task).where(Task.lot_id == Task.id)).one()
+
+
 def state_of(session, id: str) -> tuple[str, str]:
     session.expire_all()
     lot = session.scalars(select(Task).where(Task.request_id == id, Task.lot_id == Task.id)).one()
@@ -145,6 +149,15 @@ class TestMembers:
         look(session)
         assert state_of(session, id) == ("done", "done")
         assert counts_of(lot_of(session)).done == 7
+
+    def test_members_of_a_search_have_the_values_that_their_index_draws(self, session, submit):
+        search = {"trials": 5, "seed": 3, "space": {"lr": {"log": [1e-5, 1e-2]}, "n": [1, 2]}}
+        submit(search=search, array={"at_once": 2})
+        look(session)
+        drawn = [*lot_task(session).spec.search.combinations()]
+        end(session, members(session)[1])
+        assert [task.lot_values for task in members(session)] == drawn[:3]
+        assert [task.spec.params for task in members(session)] == drawn[:3]
 
     def test_one_transaction_makes_a_limited_number_of_members(self, session, submit, monkeypatch):
         monkeypatch.setattr(lots, "MEMBERS_AT_ONCE", 4)

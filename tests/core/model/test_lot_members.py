@@ -94,6 +94,12 @@ def test_indices_follow_the_matrix_and_leave_out_what_is_excluded():
         ({"matrix": {"a": [1], "exclude": [{"a": 2}]}}, "/matrix/exclude/0/a", "excludes nothing"),
         ({"matrix": {"a": [1], "exclude": [{"a": 1}]}}, "/matrix/exclude", "no combination"),
         ({"matrix": {"a": [1, 2]}, "array": {"count": 3}}, "/array/count", "2 combinations"),
+        ({"search": {"trials": 3, "space": {"a": [1]}}, "matrix": {"a": [1]}}, "/search",
+         "a matrix or a search"),
+        ({"search": {"trials": 3, "space": {"a": [1]}}, "array": {"count": 2}},
+         "/array/count", "3 trials"),
+        ({"search": {"trials": 3, "space": {"a": [1]}}, "env": {"A": "${matrix.a}"}},
+         "/env/A", "known: ${array.index}, ${search.a}"),
         ({"array": {"count": 2}, "env": {"A": "${matrix.a}"}}, "/env/A", "known: ${array.index}"),
         ({"array": {"count": 2}, "params": {"a": ["${array.i}"]}}, "/params/a/0", "unknown value"),
         ({"array": {"count": 2}, "name": "n" * 58}, "/name", "at most 57"),
@@ -105,6 +111,109 @@ def test_indices_follow_the_matrix_and_leave_out_what_is_excluded():
 def test_fault_of_a_lot_has_a_pointer(more: dict[str, Any], pointer: str, words: str):
     found = faults({"name": "t", **more})
     assert words in found[f"/tasks/0{pointer}"], found
+
+
+SPACE = {
+    "rate": {"log": [1e-5, 1e-2]},
+    "drop": {"uniform": [-1, 0.5]},
+    "deep": {"int": [2, 4]},
+    "wide": {"log_int": [16, 1024]},
+    "way": ["a", "b"],
+    "seed": "0-9",
+}
+
+
+FIRST = {"deep": 2, "drop": -0.151128, "rate": 7.52214e-05, "seed": 0, "way": "a", "wide": 558}
+
+
+def drawn(**search: Any) -> list[dict[str, Any]]:
+    return [*read(run={"command": ["true"]}, search=search).search.combinations()]
+
+
+def test_drawn_values_lie_in_the_space_and_cover_it():
+    found = drawn(trials=2000, space=SPACE)
+    for key, low, high in (("rate", 1e-5, 1e-2), ("drop", -1, 0.5), ("wide", 16, 1024)):
+        values = sorted(each[key] for each in found)
+        assert low <= values[0] < values[-1] <= high
+    assert {each["deep"] for each in found} == {2, 3, 4}
+    assert {each["seed"] for each in found} == set(range(10))
+    assert 400 < sum(each["rate"] < 10**-4.25 for each in found) < 600  # a quarter of the decades
+    assert 400 < sum(each["drop"] < -0.625 for each in found) < 600
+    assert 800 < sum(each["wide"] < 128 for each in found) < 1200
+    assert all(type(each["wide"]) is type(each["deep"]) is int for each in found)
+
+
+def test_drawn_values_follow_from_the_seed_and_the_index_alone():
+    first = drawn(trials=5, seed=1, space=SPACE)
+    assert first[0] == FIRST
+    more = drawn(trials=50, seed=1, space={**SPACE, "other": [1, 2, 3]})
+    assert [{key: each[key] for key in SPACE} for each in more[:5]] == first
+    assert drawn(trials=5, seed=2, space=SPACE) != first
+
+
+def test_grid_has_each_combination_once_in_an_order_of_the_seed():
+    space = {"a": [1, 2, 3], "b": {"int": [5, 9]}, "c": "0-1"}
+    every = drawn(method="grid", space=space)
+    assert len({tuple(each.values()) for each in every}) == len(every) == 30
+    assert drawn(method="grid", space=space, trials=7) == every[:7]
+    assert drawn(method="grid", space=space, seed=1) != every
+    assert every != sorted(every, key=lambda each: tuple(each.values()))
+
+
+def test_member_of_a_search_has_its_values():
+    task = read(
+        run={"command": ["python", "train.py", "${search.way}"]},
+        search={"trials": 3, "space": SPACE},
+        params={"rate": "${search.rate}"},
+    )
+    values = [*task.search.combinations()][2]
+    made = member(task, 2, values)
+    assert made.run.argv[-1] == values["way"]
+    assert made.params["rate"] == values["rate"]
+    assert made.params["wide"] == values["wide"]
+    assert made.search is None
+    assert descriptors.from_json(descriptors.as_json(task)) == task
+
+
+@pytest.mark.parametrize(
+    ("search", "pointer", "words"),
+    [
+        ({"space": {"a": [1]}}, "/trials", "required"),
+        ({"trials": 3}, "/space", "required"),
+        ({"trials": 3, "space": {}}, "/space", "1 to 16 keys"),
+        ({"trials": 10**9, "space": {"a": [1]}}, "/trials", "1 to 10000"),
+        ({"trials": 3, "seed": -1, "space": {"a": [1]}}, "/seed", "from 0"),
+        ({"trials": 3, "by": 1, "space": {"a": [1]}}, "/by", "unknown field"),
+        ({"method": "grid", "space": {"a": {"log": [1, 2]}}}, "/space/a", "grid"),
+        ({"method": "grid", "space": {"a": {"int": [1, 9999]}}}, "/space/a", "1000 values"),
+        ({"method": "grid", "space": {"a": "0-999", "b": "0-99"}}, "/space", "at most 10000"),
+        ({"method": "grid", "trials": 9, "space": {"a": [1, 2]}}, "/trials", "1 to 2"),
+    ],
+)
+def test_fault_of_a_search_has_a_pointer(search: dict[str, Any], pointer: str, words: str):
+    found = faults({"name": "t", "search": search})
+    assert words in found[f"/tasks/0/search{pointer}"], found
+
+
+@pytest.mark.parametrize(
+    ("interval", "pointer", "words"),
+    [
+        ({"log": [0, 1]}, "/log", "above 0"),
+        ({"int": [0.5, 2]}, "/int", "whole"),
+        ({"log": [2, 1]}, "/log", "rise"),
+        ({"uniform": [0, 1e300]}, "/uniform", "rise, between"),
+        ({"int": [1, "nan"]}, "/int", "two numbers"),
+        ({"int": [False, True]}, "/int", "two numbers"),
+        ({"int": [1, 2, 3]}, "/int", "two numbers"),
+        ({"normal": [0, 1]}, "", "one of uniform"),
+        ({"int": [0, 1], "log": [1, 2]}, "", "one of uniform"),
+        (3, "", "a list of values"),
+        ({"uniform": [float("nan"), 1]}, "/uniform/0", "not a valid JSON number"),
+    ],
+)
+def test_fault_of_an_interval_has_a_pointer(interval: object, pointer: str, words: str):
+    found = faults({"name": "t", "search": {"trials": 3, "space": {"a": interval}}})
+    assert words in found[f"/tasks/0/search/space/a{pointer}"], found
 
 
 def test_name_of_a_member_is_taken():

@@ -1,36 +1,38 @@
-"""Reads what makes a task a lot, which is many tasks from one description: `array` and `matrix`.
+"""Reads what makes a task a lot, which is many tasks from one description: `array`, `matrix` and
+`search`.
 
 An array counts its members. A matrix has a member for each combination of its values, without those
 that `exclude` names; its `array` may bound how many members there are at once. The index of a
 member is its place among all, and its name for ever. Keys are taken in the order of the alphabet,
 the last one varies fastest: tables keep no other order of the keys of an object.
-`core.model.lot_members` makes the members.
+A search draws the values of its members (`provisions.searches`). `core.model.lot_members` makes the
+members.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
-from app.core.model.fields import WORD, WORD_RULE, Fields, escaped
+from app.core.model.fields import Fields, escaped
+from app.core.model.provisions.lot_values import (
+    MOST_COMBINATIONS,
+    MOST_KEYS,
+    Scalar,
+    read_values,
+)
+from app.core.model.provisions.searches import Search, read_search
 
 JSON = dict[str, Any]
-Scalar = str | int | float | bool
 
 MOST_MEMBERS = 100_000  # of an array
-MOST_COMBINATIONS = 10_000  # of a matrix, before `exclude`
-MOST_KEYS = 16
-MOST_VALUES = 1000  # of a key
 MOST_EXCLUDED = 32  # entries of `exclude`
-MOST_TEXT = 1000  # characters of a value
 MOST_AT_ONCE = 10_000
 USUAL_AT_ONCE = 1000
 EXCLUDE = "exclude"
-_RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Array:
 class Matrix:
     """Lists the values of each key, and the combinations that have no member."""
 
+    GROUP = "matrix"
+
     values: Mapping[str, Sequence[Scalar]]
     exclude: Sequence[Mapping[str, Scalar]] = ()
 
@@ -76,6 +80,10 @@ class Matrix:
             return sum(1 for _ in self.combinations())
         return prod(len(each) for each in self.values.values())
 
+    @property
+    def examples(self) -> Mapping[str, Sequence[Scalar]]:
+        return self.values
+
     def as_json(self) -> JSON:
         said: JSON = {key: [*values] for key, values in self.values.items()}
         return {**said, EXCLUDE: [dict(out) for out in self.exclude]}
@@ -84,22 +92,33 @@ class Matrix:
 # --- from JSON ------------------------------------------------------------------------------------
 
 
-def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None]:
-    """Read `array` and `matrix` of a task."""
-    matrix = _read_matrix(fields)
+def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None, Search | None]:
+    """Read `array`, `matrix` and `search` of a task."""
+    matrix, search = _read_matrix(fields), read_search(fields)
+    if matrix is not None and search is not None:
+        told = "a task has a matrix or a search; move the values of the matrix into its space"
+        fields.fault("search", told)
     inside = fields.inside("array")
+    if matrix is not None or search is not None:
+        return _read_array(inside, _count(fields, inside, matrix, search)), matrix, search
+    if not inside.given:
+        return None, None, None
+    inside.require("count")
+    return _read_array(inside, 1), None, None
+
+
+def _count(fields: Fields, array: Fields, matrix: Matrix | None, search: Search | None) -> int:
     if matrix is not None:
-        count = matrix.count()
+        count, of = matrix.count(), "matrix has {} combinations"
         if not count:
             fields.fault("matrix/exclude", "leaves no combination; exclude fewer", "range")
-        if inside.body.get("count") not in (None, count):
-            told = f"the matrix has {count} combinations, which count its members; leave it out"
-            inside.fault("count", told, "range")
-        return _read_array(inside, max(1, count)), matrix
-    if not inside.given:
-        return None, None
-    inside.require("count")
-    return _read_array(inside, 1), None
+    else:
+        assert search is not None
+        count, of = search.count(), "search has {} trials"
+    if array.body.get("count") not in (None, count):
+        told = f"the {of.format(count)}, which count its members; leave it out"
+        array.fault("count", told, "range")
+    return max(1, count)
 
 
 def _read_array(fields: Fields, usual: int) -> Array:
@@ -130,43 +149,13 @@ def _read_matrix(fields: Fields) -> Matrix | None:
         told = f"must have from 1 to {MOST_KEYS} keys beside exclude; got {len(keys)}"
         fields.fault("matrix", told, "range")
         keys = []
-    values = {key: _read_values(fields, key, given[key]) for key in keys}
+    values = {key: read_values(fields, "matrix", key, given[key]) for key in keys}
     size = prod(len(each) for each in values.values())
     if size > MOST_COMBINATIONS:
         told = f"must have at most {MOST_COMBINATIONS} combinations; got {size}"
         fields.fault("matrix", told, "range")
         values = {key: each[:1] for key, each in values.items()}
     return Matrix(values=values, exclude=_read_excluded(fields, given.get(EXCLUDE), values))
-
-
-def _read_values(fields: Fields, key: str, given: object) -> Sequence[Scalar]:
-    where = f"matrix/{escaped(key)}"
-    if not WORD.fullmatch(key):
-        fields.fault(where, f"the name of a key must be {WORD_RULE}")
-    if isinstance(given, str) and (found := _RANGE.fullmatch(given)):
-        first, last = int(found[1]), int(found[2])
-        values: Sequence[object] = range(first, last + 1)
-    elif isinstance(given, list):
-        values = given
-    else:
-        fields.fault(where, 'must be a list of values, or a range such as "0-9"', "type")
-        return [""]
-    if not 1 <= len(values) <= MOST_VALUES:
-        told = f"must have from 1 to {MOST_VALUES} values; got {len(values)}"
-        fields.fault(where, told, "range")
-        return [""]
-    return [_read_scalar(fields, f"{where}/{n}", value) for n, value in enumerate(values)]
-
-
-def _read_scalar(fields: Fields, where: str, value: object) -> Scalar:
-    if not isinstance(value, str | int | float):
-        fields.fault(where, "must be a text, a number, true or false", "type")
-    elif isinstance(value, str) and len(value) > MOST_TEXT:
-        told = f"must have at most {MOST_TEXT} characters; got {len(value)}"
-        fields.fault(where, told, "range")
-    else:
-        return value
-    return ""
 
 
 def _read_excluded(
