@@ -4,6 +4,8 @@ Every row that matters for decisions carries the id of the transaction that wrot
 sets it. A change that was not visible at the last look was written by a transaction that had not
 ended then. So reading again all rows from the oldest such transaction on misses nothing. One
 statement asks which tables have such rows; a look that finds no changes costs only that statement.
+The renewal of a lease marks no row, since each device is renewed every few seconds: the board reads
+a device again before the lease that it knows ends.
 
 Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
 when it runs out. So the cost of a board depends on what may be picked, not on what waits. If a
@@ -53,11 +55,13 @@ from app.db.models import Task as TaskRow
 from app.db.transactions import AnyRow, AnySelect
 from app.scheduling import snapshot_reader
 from app.scheduling.journal.decisions import UnwrittenPlan
+from app.settings import settings
 
 BEGINNING = 4  # tasks of every line that are read at first
 MORE = 32  # most tasks of a line that are read when it runs out
 LINES_AT_ONCE = 256  # most lines that one statement reads on, if fewer have run out
 MORE_AT_ONCE = 512  # tasks that it reads in all, but at least BEGINNING of each line
+LEASE_LOOKS = 2  # leases that end within so many looks are read again, so that few end unread
 AT_ONCE = 1000  # changed tasks read in one round; the next round reads the rest
 # most blocked tasks that can start read in one round; the next round reads the rest
 STARTABLE = 500
@@ -226,11 +230,13 @@ class Follower:
 
         False if the shape of the tree has changed: then all must be read again.
         """
+        seen_s = board.now_s
         board.at(now_s)
         if news.tenants and not self._tenants(session, board):
             return False
         if news.devices:
             self._devices(session, board)
+        self._leases(session, board, seen_s)
         cut_short = self.after is not None
         changed = self._take_in(session, board, self._changed()) if news.tasks or cut_short else ()
         ended = [row.id for row in changed if row.is_needed and row.state in ENDED]
@@ -351,6 +357,22 @@ class Follower:
         booked = select(Account.user_id).where(Account.txid >= since)
         for user in snapshot_reader.users(session, User.id.in_(moved.union(booked))).values():
             board.set_user(user)
+
+    def _leases(self, session: Session, board: Board, seen_s: float) -> None:
+        """Read again the devices whose leases, as the board has them, have ended since `seen_s` or
+        end soon: a lease that is renewed in time marks no row as changed.
+        """
+        until_s = board.now_s + LEASE_LOOKS * settings().tick_s
+        ends = [
+            device.id
+            for device in board.devices.values()
+            if seen_s < device.lease_until_s <= until_s
+        ]
+        if not ends:
+            return
+        ending = Device.id == func.any(ends)
+        for device in snapshot_reader.devices(session, self.island, ending).values():
+            board.set_device(device)
 
     def _devices(self, session: Session, board: Board) -> None:
         since = _xid(self.since)

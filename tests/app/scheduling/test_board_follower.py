@@ -114,6 +114,51 @@ def of_all(session):
     return [(decision.task, str(decision.move)) for decision in plan.decisions]
 
 
+_RENEWED_BUT_THE_LAST = text(
+    "update devices set lease_until ="
+    " to_timestamp(case when id = 'h.2' then :ends else :at + 20 end)"
+)
+
+
+def as_if_long_ago(session):
+    """Let all devices look as if an early transaction had changed them last."""
+    session.execute(text("update devices set txid = '3'"))
+
+
+def is_marked(session, change):
+    """True if this change of a device's row marks the row as changed."""
+    as_if_long_ago(session)
+    session.execute(text(f"update devices set {change} where id = 'h.0'"))
+    return session.scalar(text("select txid <> '3'::xid8 from devices where id = 'h.0'"))
+
+
+OF_A_LEASE = ("heard_us", "lease_until", "lease_us", "seen_at")
+
+
+@pytest.mark.parametrize(
+    "column", [column.name for column in Device.__table__.columns if column.name != "txid"]
+)
+def test_each_column_but_those_of_a_lease_marks_its_device(session, isle, column):
+    assert is_marked(session, f"{column} = {column}") == (column not in OF_A_LEASE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "marks"),
+    [
+        ("now() + interval '9 s'", "now() + interval '15 s'", False),
+        ("now() + interval '9 s'", "now() + interval '8 s'", True),
+        ("now() + interval '1 s'", "now() + interval '15 s'", True),
+        ("now() - interval '9 s'", "now() + interval '15 s'", True),
+        ("null", "now() + interval '15 s'", True),
+        ("now() + interval '9 s'", "null", True),
+    ],
+    ids=["in time", "shortened", "late", "too late", "first", "none any more"],
+)
+def test_only_a_lease_that_is_renewed_in_time_marks_nothing(session, isle, before, after, marks):
+    session.execute(text(f"update devices set lease_until = {before}"))
+    assert is_marked(session, f"lease_until = {after}, heard_us = 7, seen_at = now()") == marks
+
+
 class TestFollowing:
     def test_first_look_reads_running_and_waiting_tasks_and_those_that_may_start(
         self, session, isle
@@ -196,6 +241,18 @@ class TestFollowing:
         assert (seen.cordoned, seen.stopping, seen.takes_work) == (False, True, False)
         session.get_one(Device, "h.0").facts = {}
         assert (task.id, "Launch") in a_round(session, isle)
+
+    def test_lease_that_is_renewed_in_time_never_ends_on_the_board(self, session, isle):
+        now_s = transactions.now_s(session)
+        for passed_s in range(0, 120, 5):
+            leases = {"at": now_s + passed_s, "ends": now_s + 60}
+            session.execute(_RENEWED_BUT_THE_LAST, leases)
+            as_if_long_ago(session)  # no row is read because of its mark
+            forget(session)
+            board = isle.look(session, now_s=now_s + passed_s)
+            isle.since = 10**9  # a mark that a rolled-back session cannot have
+            alive = [id for id in ("h.0", "h.1", "h.2") if board.alive(id)]
+            assert alive == ["h.0", "h.1", "h.2"][: 3 if passed_s < 60 else 2]
 
     def test_tenant_moved_in_the_tree_makes_the_board_be_read_anew(self, session, isle):
         a_round(session, isle)

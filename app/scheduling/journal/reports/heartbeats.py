@@ -36,7 +36,7 @@ from app.scheduling.journal import (
 from app.scheduling.journal.device_rows import DeviceRows, LockedRows
 from app.scheduling.journal.packages_ahead import PackagesAhead
 from app.scheduling.journal.reports import device_health, events, network_use, residents
-from app.scheduling.journal.reports.quiet import report_to_remember, transaction_id
+from app.scheduling.journal.reports.quiet import report_to_remember, written_by
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,13 @@ def _to_remember(
     found: Sequence[Recorded | None],
     believed: LockedRows,
 ) -> dict[str, AcknowledgedReport]:
-    txid, reports = transaction_id(session), dict[str, AcknowledgedReport]()
+    session.flush()
+    txids, reports = written_by(session, believed.devices), dict[str, AcknowledgedReport]()
     for alive, recorded in zip(alives, found, strict=True):
         reports.pop(alive.device, None)  # of an earlier process
         if recorded is not None:
             house = device_rows.rows_of_device(believed.devices[alive.device], believed)
-            report = report_to_remember(house, alive, recorded[0], txid=txid)
+            report = report_to_remember(house, alive, recorded[0], txid=txids[alive.device])
             if report is not None:
                 reports[alive.device] = report
     return reports

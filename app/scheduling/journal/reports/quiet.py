@@ -7,10 +7,10 @@ that are to be moved there. The report of such a device is recorded once more in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Text, cast, select, text
 from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import State
@@ -19,6 +19,7 @@ from app.core.model.provisions.mounts import FOLDER, IMAGE, digest
 from app.core.scheduling.rounds import quiet_heartbeats
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport, Beat
 from app.data import mounts
+from app.db.models import Device
 from app.scheduling import ledger
 from app.scheduling.island_pace import pace_of
 from app.scheduling.journal.device_rows import DeviceRows
@@ -64,14 +65,17 @@ def _goes_on(house: DeviceRows, view: ResidentView) -> bool:
     return is_known and is_alone and stays and runs
 
 
-def transaction_id(session: Session) -> str:
-    return str(session.scalar(text("select cast(pg_current_xact_id() as text)")))
+def written_by(session: Session, devices: Iterable[str]) -> dict[str, str]:
+    """Return by device the transaction that changed its row last; renewals do not count."""
+    query = select(Device.id, cast(Device.txid, Text)).where(Device.id.in_(list(devices)))
+    return {id: txid for id, txid in session.execute(query)}
 
 
 def renew(
     session: Session, asked: Sequence[tuple[Beat, AcknowledgedReport]], *, island: str
 ) -> dict[str, str]:
-    """Renew the leases of these devices; returns, by device, the transaction that wrote its row.
+    """Renew the leases of these devices; returns, by device, the transaction that changed its row
+    last.
 
     The reports of devices that are left out have to be recorded once more.
     """
