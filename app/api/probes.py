@@ -41,6 +41,7 @@ HEARD_S = 1.5  # time for control to take a message
 HEARD_LOOK_S = 0.05
 HOLDS_S = 2.0  # an answer holds so long: anybody may ask, and the checks write
 PROBE_BYTES = 2**16
+STORE_S = 2.0  # the store may try again for so long; then its last answer is told
 # how long a device's refusal is reported; the device tries again sooner
 REFUSAL_TOLD = timedelta(minutes=5)
 READY_S = 4.0  # time limit of all checks together
@@ -172,13 +173,20 @@ def _database_checks() -> dict[str, Check]:
         return {"postgres": Check(ok=False, detail=told)}
 
 
+# With little memory these numbers go through a file of some 300 kB beside the tables. A full disk
+# refuses it, even while a small row finds room in a page that exists.
+_FILE_ON_DISK = "select count(*) from generate_series(1, 15000)"
+
+
 def _takes_rows(session: Session) -> Check:
-    """Write a row and delete it in the same transaction: a database that answers may be read-only,
-    or full.
+    """Write a row, delete it in the same transaction, and use the disk: a database that answers may
+    be read-only, or full.
     """
     row = {"row": uuid.uuid4().hex}
     session.execute(text("insert into alembic_version (version_num) values (:row)"), row)
     session.execute(text("delete from alembic_version where version_num = :row"), row)
+    session.execute(text("set local work_mem = '64kB'"))
+    session.execute(text(_FILE_ON_DISK))
     return Check(ok=True, detail="takes writes")
 
 
@@ -280,7 +288,7 @@ def _store() -> Check:
     """Put a small object into the store and delete it, and look for a bundle that is known."""
     address = settings().store_address
     try:
-        store = Store.at(address)
+        store = Store.at(address, patience_s=STORE_S)
         if lacking := [bundle for bundle in _known_bundle if not store.has(bundle)]:
             told = f"bundle {lacking[0][:12]}… is not in {address}: is it the right store?"
             return Check(ok=False, detail=told)

@@ -43,11 +43,14 @@ _REFUSALS = {
     "57014": "the database took too long",
     "57P": "the database stops or starts",
     "58": "the database cannot use its disk",
+    "host": "the name of the database's host cannot be resolved",
 }
 NO_ANSWER = "the database does not answer"
 
 # A connection that is refused has no SQLSTATE, only words; those of another language are not known.
 _STATES = {
+    "could not translate host name": "host",
+    "failed to resolve host": "host",
     "too many clients": "53300",
     "connection slots are reserved": "53300",
     "too many connections": "53300",

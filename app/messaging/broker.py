@@ -15,6 +15,7 @@ import base64
 import itertools
 import json
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,8 @@ def refusal(redis_url: str, tls: Mapping[str, Any], *, timeout_s: float = 2.0) -
         code = getattr(error, "status_code", None) or ""
         if code or isinstance(error, ResponseError):
             return f"refuses messages: {f'{code} {error}'.strip()}"
+        if isinstance(error.__cause__ or error.__context__, socket.gaierror):
+            return "no answer: the name of its host cannot be resolved"
         return f"no answer: {type(error).__name__}"
     return ""
 

@@ -22,7 +22,6 @@ from obstore.store import S3Store
 
 from app.storage.backend import INCOMING, Batch, Bytes, Missing, Named
 
-PATIENCE_S = 30.0
 CONNECT_S = 5.0
 _PART_BYTES = 32 * 2**20  # part size of a long upload; memory use is a few times as much
 _PIECE = 2**20
@@ -37,7 +36,7 @@ class Bucket:
     hands = 8
     is_near = False
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S, **config: Any) -> None:
+    def __init__(self, url: str, *, patience_s: float, **config: Any) -> None:
         """`url` is "s3://bucket/prefix"; `config` overrides the environment, e.g. `endpoint`."""
         self.url = url
         bucket, _, prefix = url.removeprefix("s3://").partition("/")

@@ -27,6 +27,7 @@ PIECE = 1 << 20
 #: Data that was seen in the store stays there for this time, in seconds, even if the last reference
 #: to it goes. A writer relies on half of it, so writing a checkpoint may take that long.
 GRACE_S = 3600.0
+PATIENCE_S = 30.0  # time for a bucket that refuses to take a call after all
 
 BLOBS, MANIFESTS = "blobs", "manifests"
 UPLOADS = "uploads"  # parts of unfinished uploads
@@ -42,12 +43,15 @@ class OtherBytes(Exception):
         super().__init__(f"the bytes hash to {found}")
 
 
-def place_at(address: str | Path) -> Place:
-    """Return the place at a folder's path, or at "s3://bucket/prefix"."""
+def place_at(address: str | Path, *, patience_s: float = PATIENCE_S) -> Place:
+    """Return the place at a folder's path, or at "s3://bucket/prefix".
+
+    A bucket that refuses is asked again for `patience_s`.
+    """
     if str(address).startswith("s3://"):
         from app.storage.s3_backend import Bucket  # loads an S3 client: only where it is used
 
-        return Bucket(str(address))
+        return Bucket(str(address), patience_s=patience_s)
     close_to_others(Path(address), BLOBS, INCOMING)
     return Folder(Path(address))
 
@@ -57,8 +61,8 @@ class Store:
         self.place, self.grace_s = place, grace_s
 
     @classmethod
-    def at(cls, address: str | Path) -> Store:
-        return cls(place_at(address))
+    def at(cls, address: str | Path, *, patience_s: float = PATIENCE_S) -> Store:
+        return cls(place_at(address, patience_s=patience_s))
 
     # --- blobs ---
 

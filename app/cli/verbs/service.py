@@ -17,6 +17,7 @@ from app.cli.root_command import HERE, NO_ANSWER, Format, app
 from app.cli.tables import Output, clock, err, facts, show, table
 
 TASK_S = 30.0  # time for a task that does nothing
+ANSWER_S = 10.0  # time for one answer: the checks of the service take at most half of it
 _NO_OP = {"name": "doctor", "run": {"command": ["true"]}, "max_duration_s": TASK_S}
 _HEARS = ("postgres", "redis", "islands")  # without these no heartbeat is heard
 #: Reasons of a wait that are no queue.
@@ -104,7 +105,7 @@ def doctor(
 ) -> None:
     """Check that the service answers, knows you, and can work; exit with 6 if not."""
     who = credentials.found(ctx.obj)
-    with Client(who.url, who.key, patience_s=0.0) as client:
+    with Client(who.url, who.key, patience_s=0.0, timeout_s=ANSWER_S) as client:
         began_s = time.perf_counter()
         checks = client.ready()["checks"]
         took = f"{who.url} answered in {1000 * (time.perf_counter() - began_s):.0f} ms"

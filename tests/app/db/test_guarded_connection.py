@@ -99,6 +99,17 @@ def test_connection_that_is_refused_says_why():
     assert "stops or starts" in refusal(psycopg.OperationalError("FATAL: ... is starting up"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "failed to resolve host 'db.test': [Errno -3] Temporary failure in name resolution",
+        'could not translate host name "db.test" to address: Name or service not known',
+    ],
+)
+def test_host_whose_name_cannot_be_resolved_is_told(words):
+    assert "name of the database's host" in refusal(psycopg.OperationalError(words))
+
+
 def test_database_that_is_away_does_not_answer(tmp_path):
     with pytest.raises(DBAPIError) as raised:
         create_engine(f"postgresql+psycopg://x@/x?host={tmp_path}").connect()

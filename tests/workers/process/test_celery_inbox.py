@@ -166,6 +166,8 @@ def test_probe_of_a_redis_that_is_away_says_so(servers):
     with RefusingRedis(servers.redis_url) as proxy:
         pass
     assert broker.refusal(proxy.url, {}) == "no answer: ConnectionError"
+    told = broker.refusal("redis://nowhere.invalid:6379/0", {})
+    assert told == "no answer: the name of its host cannot be resolved"
 
 
 @pytest.mark.parametrize("refusal", [LOADING, NOAUTH, BUSY, READONLY], ids=lambda one: one.name)
