@@ -430,6 +430,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("outputs", ", ".join(value["outputs"])),
             ("files", _dropped(value)),
             ("store refuses", value.get("unstored")),
+            ("ranks", value.get("behind")),
             ("look inside", _look_inside(value, short(value["request_id"]) + "/" + value["name"])),
             ("can be", ", ".join(value["capabilities"])),
             ("elsewhere", value["movement"]),

@@ -94,12 +94,17 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
             else:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
-    return found | _short_of_room(session, [task for task in tasks if task.state == State.starting])
+    return found | _short_of_room(session, tasks) | _still(tasks)
 
 
-def _short_of_room(session: Session, starting: Sequence[TaskRow]) -> dict[str, Why]:
+def _still(tasks: Sequence[TaskRow]) -> dict[str, Why]:
+    """Return why running gangs stand still, by id; those that move are left out."""
+    return {task.id: _why((says.rank_behind(task.behind),)) for task in tasks if task.behind}
+
+
+def _short_of_room(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     """Return why launched tasks wait on their devices, by id; those that do not are left out."""
-    if not starting:
+    if not (starting := [task for task in tasks if task.state == State.starting]):
         return {}
     here = Placement.task_id.in_([task.id for task in starting]), Placement.ended_at.is_(None)
     query = select(Placement.task_id, Placement.device_id, Placement.waits_for)

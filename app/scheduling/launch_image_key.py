@@ -12,10 +12,11 @@ from dataclasses import replace
 from sqlalchemy.orm import Session
 
 from app.core.model.protocol.messages import JSON, ExpectedTask, Launch, about_image_key
+from app.core.model.protocol.wellformed import as_sentence
 from app.core.model.provisions.process_images import OFFER
 from app.db.models import Device, Task
 from app.identity import image_keys
-from app.scheduling.launch_secrets import as_sentence, sealed_to_host
+from app.scheduling.launch_secrets import sealed_to_host
 from app.storage.sealing import CannotOpen, NoKey
 from app.storage.signing import BadSignature
 

@@ -16,7 +16,7 @@ from sqlalchemy import func, update
 from sqlalchemy.orm import Session
 
 from app.core.model.protocol.messages import JSON, Launch, about_secrets
-from app.core.model.protocol.wellformed import SENTENCE_MOST
+from app.core.model.protocol.wellformed import as_sentence
 from app.db.models import Device, Secret, Task
 from app.identity import audit, enrolment, secret_store
 from app.storage.sealing import CannotOpen, NoKey, sealed_to
@@ -50,12 +50,6 @@ def with_secrets(session: Session, task: Task, device: Device, launch: Launch) -
         return replace(launch, secrets=said)
     _note_use(session, found, task, device)
     return replace(launch, secrets=said)
-
-
-def as_sentence(said: str) -> str:
-    """Return the text in a form that a message can have: printable, and not too long."""
-    shown = "".join(letter if letter.isprintable() else " " for letter in said)
-    return shown if len(shown) <= SENTENCE_MOST else f"{shown[: SENTENCE_MOST - 1]}…"
 
 
 def _mark(found: Mapping[str, Secret], missing: list[str]) -> str:

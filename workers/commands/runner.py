@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.core.device.gang_watch import GangWatch
 from app.core.model import codec
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.protocol.messages import ARTIFACTS
@@ -82,6 +83,7 @@ from workers.process.isolation import sandbox
 from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
+from workers.ranks.standings import standings
 from workers.residents.endings import Abandoned, Ending
 from workers.residents.progress import FULL_S, REPORT_S
 from workers.switching.image_file import Image
@@ -153,6 +155,7 @@ class Stub:
     not_stored: set[str] = field(default_factory=set)
     is_in_doubt: bool = False  # True if the processes can be stored at all
     gang: Gang | None = None  # the gang, if there are several ranks
+    watch: GangWatch = field(default_factory=GangWatch)  # finds the rank that is behind
     rank_tree: RankTree | None = None  # the ranks' process tree, if their processes can be stored
     tree_before: JSON | None = None  # the image's ranks and their gang
     # ids of processes whose device memory has left
@@ -351,6 +354,7 @@ class Stub:
         self._mind_tunnels()
         self._reap()
         self._mind_seats()
+        self._mind_ranks()
         self._mind_progress()
 
     def _wait(self) -> None:
@@ -364,8 +368,8 @@ class Stub:
             due_s += [self._report_s if self.progress.is_new else MEMORY_S]
             due_s += [notices.RETRY_S] if self.signal is not None else []
             due_s += [0.25 if "trust" in self.held else max(0, self.trust.left_us()) / 1e6]
-            if self.gang is not None and not self.gang.is_told:
-                due_s.append(ranks.LOOK_S)
+            if self.gang is not None:
+                due_s.append(ranks.WATCH_S if self.gang.is_told else ranks.LOOK_S)
         return min(due_s)
 
     def listen(self, timeout_s: float | None, *more: int) -> None:
@@ -711,6 +715,14 @@ class Stub:
     def _mind_seats(self) -> None:
         if self.gang is not None and self.is_seated and (seats := self.gang.has_resized()):
             self.say("resized", seats=[seats])
+
+    def _mind_ranks(self) -> None:
+        if self.gang is not None:
+            runs = self.is_seated and not self.held
+            where = standings(self.gang.board) if runs else None
+            who = self.watch.news(where, time.monotonic())
+            if who is not None:
+                self.say("behind", who=who)
 
     def _mind_progress(self) -> None:
         self.step += self.progress.read(self.step)

@@ -63,6 +63,7 @@ class Stay:
     awaits: str = ""  # port of the input that its process waits for
     network: JSON = field(default_factory=dict)  # use of the network (`ResidentView`)
     waits_for: str = ""  # what it waits for before it starts (`ResidentView`)
+    behind: str = ""  # which of its ranks is behind
     # peaks and memory of its function, whose process runs another one now
     peaks: dict[str, int] = field(default_factory=dict)
     memory_bytes: int = 0
@@ -206,6 +207,7 @@ class Stay:
             idle_us=self.process.idle_us if self.process else 0,
             waits_for=self.waits_for,
             unstored=self.process.unstored if self.process else "",
+            behind=self.behind if self.state == "running" else "",
         )
 
 

@@ -573,19 +573,22 @@ class Rendezvous:
         return theirs
 
     def _lacking(self, index: int, number: int) -> list[int]:
-        """Return the ranks that have not yet made the call for which this rank waits."""
-        words, slot, at = (
-            self.arena.words,
-            self.arena.slot(index, number),
-            self.arena.group(index),
-        )
-        if words[slot + _CALL] != number + 1:
-            return []
-        return [
-            words[at + _MEMBERS + member]
-            for member in range(words[at + _SIZE])
-            if not words[slot + SLOT_WORDS + 4 * member + _POSTED]
-        ]
+        return lacking(self.arena, index, number)
+
+
+def lacking(arena: Arena, index: int, number: int) -> list[int]:
+    """Return the ranks that have not made call `number` of the group `index`.
+
+    The list is empty if the call is over.
+    """
+    words, slot, at = arena.words, arena.slot(index, number), arena.group(index)
+    if words[slot + _CALL] != number + 1:
+        return []
+    return [
+        words[at + _MEMBERS + member]
+        for member in range(min(words[at + _SIZE], arena.ranks))
+        if not words[slot + SLOT_WORDS + 4 * member + _POSTED]
+    ]
 
 
 # --- a bridge's side ------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ _FAILED_TEXT, _FAILED_WORDS = 64, 448
 
 # The 64-bit words of a rank in the shared table, by offset.
 STATE, SEAT, STEP, KIND, ABOUT, NUMBER, PART, TURNS, ON_SEAT_NS, PROCESS, SPACE, TOLD = range(12)
-_TEXT = 32
+TEXT = 32
 
 _HOLDER = 0  # word of a slot: the number of the rank that runs there plus 1, 0 if none
 
@@ -388,7 +388,7 @@ class Turns:
             self._sleep_until_running(timeout_s * crowd, until if kind == Wait.BLOCK else None)
 
     def _wait_for(self, kind: Wait, text: str) -> None:
-        self.arena.write_text(self.me + _TEXT, text)
+        self.arena.write_text(self.me + TEXT, text)
         self._get_up("wait")
         self.words[self.me + STATE] = RankState.WAITING
         self._seat_next(self.seat)
@@ -686,14 +686,14 @@ class Turns:
             with self.board():
                 if (self.words[place] - 1, self._of(holder, TURNS)) == seen[:2]:
                     at = self.arena.rank(holder)
-                    self.arena.write_text(at + _TEXT, "it sleeps in a call that is not ours")
+                    self.arena.write_text(at + TEXT, "it sleeps in a call that is not ours")
                     self.words[at + STATE], self.words[place] = RankState.AWAY, 0
                     self._seat_next(self.seat)
 
     def _go_away(self, text: str) -> None:
         """Give the slot to the next rank while this rank waits for something outside the gang."""
         with self.board():
-            self.arena.write_text(self.me + _TEXT, text)
+            self.arena.write_text(self.me + TEXT, text)
             self._get_up("away")
             self.words[self.me + STATE] = RankState.AWAY
             self._seat_next(self.seat)
@@ -799,7 +799,7 @@ class Turns:
         if not self.arena.is_here(rank):
             return f"rank {rank} is on another host"
         state = RankState(self._of(rank, STATE))
-        text = self.arena.read_text(self.arena.rank(rank) + _TEXT)
+        text = self.arena.read_text(self.arena.rank(rank) + TEXT)
         if state == RankState.WAITING:
             for_whom = self._lacked_by(rank)
             return f"rank {rank} waits in {text}{for_whom}"

@@ -33,6 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from app.core.device.gang_watch import GangWatch
 from app.core.model.graphs.task_graph import worth_telling
 from workers.process.exit_status import shell_status
 from workers.process.image_layout import Extent, Layout
@@ -42,6 +43,7 @@ from workers.process.wire import Wire, pair
 from workers.ranks import turns
 from workers.ranks.rank import Rank
 from workers.ranks.shared_memory import Arena, Handles
+from workers.ranks.standings import standings
 
 if TYPE_CHECKING:
     from workers.residents.work import Work
@@ -52,6 +54,7 @@ HEAD_BYTES = 2**20  # bytes at the start of the slab: the table of how many stor
 COLLECTIVE_S = 1800.0  # as long as torch itself waits for a collective
 LATE_S = 30.0  # seconds from a call to a cut until the log names the late ranks
 LOOK_S = 0.05
+WATCH_S = 0.5  # how often the gang is looked at for a rank that is behind
 #: The gang makes these reports only when all ranks have made them; for images, in the same attempt.
 TOGETHER = ("prepared", "paused", "saving")
 
@@ -264,6 +267,7 @@ class Conductor:
         self.came: dict[str, int] = {}
         self.leaving: set[str] = set()  # outputs that are on their way to the store
         self.lacks = ""  # the input without which the gang leaves its slots
+        self.watch = GangWatch()
         self.poll = select.poll()
         self.poll.register(work.wire.fileno(), select.POLLIN)
 
@@ -577,11 +581,17 @@ class Conductor:
             sys.stderr.write(told + turns.Turns(self.board, 0).standing() + "\n")
             sys.stderr.flush()
 
+        if not self.work.is_graph:  # its executors wait for blocks, which may take hours
+            steps = self.is_seated and not self.asked
+            who = self.watch.news(standings(self.board) if steps else None, now_s)
+            if who is not None:
+                self.work.say("behind", who=who)
+
     def look_in_ms(self) -> float:
         if self.wished or any(rank.is_still for rank in self.ranks):
             return LOOK_S * 1000
         every_s = self.work.spec.checkpoint.every_s
-        return 1000 * min(every_s or 1.0, 1.0)
+        return 1000 * min(every_s or WATCH_S, WATCH_S)
 
     # --- all of them ---
 

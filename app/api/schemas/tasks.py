@@ -282,6 +282,11 @@ class TaskOut(Out):
     unstored: str = Field(
         "", description="Why the store refuses its newest checkpoint or output, or empty."
     )
+    behind: str = Field(
+        "",
+        description="For which rank of the gang the others wait, in a sentence, or empty while all "
+        "move.",
+    )
     submitted_at: datetime
     first_started_at: datetime | None = None
     ended_at: datetime | None = None

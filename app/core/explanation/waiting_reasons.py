@@ -70,6 +70,7 @@ CODES = {
     "AVOIDS_DEVICE": "wait",
     "DEVICE_FREE": "wait",
     "DEVICE_LACKS_ROOM": "wait",
+    "RANK_BEHIND": "change_request",
 }
 
 #: The actions that a `Change` may ask for.
@@ -100,6 +101,7 @@ ACTIONS = {
     "wait_for_move": "the last of it has been copied to the device `of`",
     "free_devices": "`value` more devices of kind `of` become free",
     "wait_for_room": "the device `of` has memory, processes or disk left for it",
+    "wait_for_rank": "the rank comes to the call in which the others wait",
     "wait_for_workers": "the workers of `value` stopping devices of kind `of` are back",
     "wait_for_gang": "the gang has started",
     "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
@@ -131,6 +133,7 @@ CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
     "USER_RUNNING_LIMIT",
     "TENANT_LIMIT",
     "TENANT_RUNNING_LIMIT",
+    "RANK_BEHIND",
 }
 
 PRIORITY_MAX = 100
@@ -391,6 +394,16 @@ def lacks_room(device: str, waits_for: str) -> Reason:
         f"It was given {device} and waits there for {what}: {held}.",
         f"{device} has room for it",
         Change(action="wait_for_room", of=device),
+    )
+
+
+def rank_behind(who: str) -> Reason:
+    """Return why a running gang stands still."""
+    return _reason(
+        "RANK_BEHIND",
+        f"It runs, and stands still. {who}",
+        "that rank comes to the call",
+        Change(action="wait_for_rank"),
     )
 
 

@@ -204,6 +204,8 @@ class Task(Base):
     dropped: Mapped[dict[str, Any]] = json_column()
     # why the store refuses its newest checkpoint or output, or ""
     unstored: Mapped[str] = mapped_column(server_default="")
+    # for which rank of the running gang the others wait (`ResidentView.behind`), or ""
+    behind: Mapped[str] = mapped_column(server_default="")
     submitted_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column()
 

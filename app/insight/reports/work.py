@@ -178,6 +178,7 @@ class TaskView:
     outputs: dict[str, dict[str, Any]]
     dropped: str  # which files of a command were not kept, in a sentence
     unstored: str
+    behind: str  # for which of its ranks the others wait, in a sentence
     params: dict[str, Any]
     runs: str  # the command line, or the name of what is run
     env: dict[str, str]
@@ -255,6 +256,7 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
             outputs=task.outputs,
             dropped=dropped_told(task.dropped),
             unstored=task.unstored,
+            behind=task.behind,
             params=task.descriptor.get("params") or {},
             runs=_run_in_words(task),
             env=task.descriptor.get("env") or {},

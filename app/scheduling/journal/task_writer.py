@@ -169,7 +169,7 @@ def close_stay(session: Session, task: Task, placement: Placement, end: str) -> 
     guest_placements.end(session, guest_placements.of_task(session, task), end)
     task.total_held_us += placement.held_us
     task.unheard_us += placement.held_us if task.started_at is None else task.prepared_us
-    task.held_us, task.seat, task.shares = 0, None, False
+    task.held_us, task.seat, task.shares, task.behind = 0, None, False, ""
     task.started_at = task.resized_at = None
     notes_of(session).closed.add((task.id, task.epoch))
 

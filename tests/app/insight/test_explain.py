@@ -397,6 +397,15 @@ class Scene:
         task = self.scenery.task(self.a)
         return task, lambda _: self.scenery.move(task, "done")
 
+    def rank_behind(self):
+        task = self.scenery.task(self.a, "running", seat="d0")
+        task.behind = "Rank 0 waits in all_reduce, to which rank 1 has not come: rank 1 runs."
+
+        def do(change):
+            task.behind = ""
+
+        return task, do
+
     def device_lacks_room(self):
         task = self.scenery.task(self.a, "starting", seat="d0")
         query = select(Placement).where(Placement.task_id == task.id)

@@ -34,7 +34,14 @@ OPEN = {
 }  # fmt: skip
 #: Reasons that a user ends by changing the request, and those that only an administrator ends. All
 #: others end without either.
-OF_USER = {"HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "LOT_HELD", "LOT_FAILURES"}
+OF_USER = {
+    "HELD_BY_USER",
+    "HELD_BY_RULE",
+    "IDLE_SESSION",
+    "LOT_HELD",
+    "LOT_FAILURES",
+    "RANK_BEHIND",
+}
 OF_ADMIN = {
     "HELD_BY_ADMIN", "STORE_REFUSES", "NO_SCHEDULER", "NO_DEVICE_UP", "DEVICE_DRAINED",
     "TOO_FEW_DEVICES", "USER_LIMIT", "USER_RUNNING_LIMIT", "TENANT_LIMIT", "TENANT_RUNNING_LIMIT",

@@ -938,6 +938,15 @@ class TestEnd:
         ]
         assert running.unstored == ""
 
+    def test_rank_that_is_behind_is_kept_until_its_gang_moves_or_leaves(self, session, running):
+        who = "Rank 0 waits in barrier, to which rank 1 has not come: rank 1 has ended."
+        for told in (who, "", who):
+            hear(session, residents=[replace(view(running, "running"), behind=told)])
+            assert running.behind == told
+        decide(session, running, "Pause")
+        hear(session, residents=[view(running, "paused")], events=[event(Paused, running, 2)])
+        assert (running.state, running.behind) == ("waiting", "")
+
     def test_finished_task_has_no_cause_of_failure(self, session, running):
         running.retry_max = 1
         crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")

@@ -123,6 +123,7 @@ def test_what_only_moves_goes_into_a_pulse(sent, later):
         resident(idle_us=1),
         resident(waits_for="disk"),
         resident(unstored="full"),
+        resident(behind="Rank 0 waits, and rank 1 runs."),
         resident(memory_bytes=101),
         resident(host_bytes=51),
         resident(step=2**53),

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 import time
 
 import torch
@@ -117,3 +118,31 @@ class Dies(Train):
         if ctx.rank == 1 and ctx.step == 3:
             os.kill(os.getpid(), 9)
         return super().step(ctx)
+
+
+class Strays(Train):
+    """At step 3, the last rank does something else, until there is a file `go on`."""
+
+    def __init__(self, ctx, how, **more):
+        super().__init__(ctx, **more)
+        self.how = how
+
+    def step(self, ctx):
+        if ctx.rank == ctx.world_size - 1 and ctx.step == 3:
+            getattr(self, self.how)(ctx)
+        return super().step(ctx)
+
+    def computes(self, ctx):
+        while not os.path.exists("go on"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+
+    def sleeps(self, ctx):
+        """Sleep where no call of ours sees it."""
+        while not os.path.exists("go on"):
+            threading.Event().wait(0.1)
+
+    def calls_another(self, ctx):
+        dist.broadcast(torch.ones(3), 0)
+
+    def leaves(self, ctx):
+        ctx.finish({"left": "early"})

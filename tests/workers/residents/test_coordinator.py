@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import time
 
@@ -167,6 +168,42 @@ def test_rank_that_dies_ends_the_gang_and_is_named(rig, entry, told):
     failed = rig.event(Failed, "t1")
     assert failed.message == told
     rig.until(lambda: not rig.supervisor.stays.residents)
+
+
+@pytest.mark.parametrize("how", ["computes", "sleeps"])
+def test_rank_that_does_not_come_is_named_until_it_comes(rig, how):
+    """The others wait in a collective call of the backward pass, or for the slot that it has."""
+    rig.launch("t1", "ranks:Strays", world_size=RANKS, params={"how": how, "steps": 4})
+    rig.event(Started, "t1")
+    behind = rig.until(lambda: rig.view("t1").behind)
+    called = r"in all_reduce\(sum, .*, to which rank 2 has not come:"
+    does = r"(runs code of its own|is away \(it sleeps in a call that is not ours\))\."
+    assert re.fullmatch(rf"Ranks 0 and 1 wait ({called}|for a slot, and) rank 2 {does}", behind)
+    (rig.folder("t1") / "go on").touch()
+    rig.event(Finished, "t1")
+    assert rig.views("t1")[-1].behind == ""
+
+
+def test_gang_that_stands_still_until_its_time_is_over_fails_with_the_rank_behind(rig):
+    params = {"how": "computes", "steps": 4}
+    rig.launch("t1", "ranks:Strays", world_size=RANKS, params=params, budget_us=4_000_000)
+    failed = rig.event(Failed, "t1")
+    assert failed.cause == "max_duration"
+    assert "was ended. Ranks 0 and 1 wait " in failed.message, failed.message
+    assert "rank 2 " in failed.message
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("calls_another", ["rank 2 called broadcast(", "called all_reduce("]),
+        ("leaves", ["wait for each other", "which rank 2 has not called", "rank 2 has ended"]),
+    ],
+)
+def test_rank_that_goes_another_way_fails_the_gang_and_is_named(rig, how, told):
+    rig.launch("t1", "ranks:Strays", world_size=RANKS, params={"how": how, "steps": 4})
+    message = rig.event(Failed, "t1").message
+    assert all(words in message for words in told), message
 
 
 def test_gang_stands_still_from_the_end_of_trust_until_its_renewal(rigs, undisturbed):

@@ -2,7 +2,8 @@
 
 A rank is a process of the command, so the stub cannot trust it: the ranks can write to the shared
 memory (`workers.ranks.shared_memory`). So the stub never waits for the lock there, which a rank
-might hold for ever or while frozen. From the shared memory the stub uses only the number of slots.
+might hold for ever or while frozen. From the shared memory the stub uses only the number of slots,
+and where the ranks stand.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ JSON = dict[str, Any]
 GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
 SITE = Path(__file__).parents[1] / "site"  # on the PYTHONPATH of the ranks
 LOOK_S = 0.05  # interval at which the stub checks for a changed number of slots
+WATCH_S = 0.5  # how often the stub looks for a rank that is behind
 
 
 class Gang:
@@ -32,7 +34,7 @@ class Gang:
         self.inside = handles  # handles in the form that the ranks have
         self.is_told = True  # False until the wanted number of slots is reached and reported
         self._wanted = slots
-        self._board = Arena(handles)
+        self.board = Arena(handles)
         self._port = _free_port()
 
     @classmethod
@@ -40,7 +42,7 @@ class Gang:
         """Return a new gang; with `is_stored` its processes may be stored."""
         land_bytes = STORED_LAND_BYTES if is_stored else LAND_BYTES
         gang = cls(shared_memory.make(ranks, land_bytes=land_bytes), slots)
-        turns.seat_all(gang._board, slots)
+        turns.seat_all(gang.board, slots)
         return gang
 
     @classmethod
@@ -72,7 +74,7 @@ class Gang:
         """Return the new number of slots once, when the ranks have adopted it; in all other calls
         0.
         """
-        words, seats = self._board.words, turns.seats(self._board)
+        words, seats = self.board.words, turns.seats(self.board)
         # The request is one word, so the write is atomic even without the lock. The stub writes it
         # again until the ranks have obeyed. It never writes 0: a rank that has just seen a request
         # relies on finding one.

@@ -14,6 +14,7 @@ from app.core.device.device_events import (
     ProcessResized,
     ProcessStood,
 )
+from app.core.model.protocol.wellformed import as_sentence
 from app.core.placement.partitions import late
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.host.gang_hosts import GangHosts
@@ -88,6 +89,11 @@ class ResidentMessages:
         resident.measure()
         self.rhythm.chatter = True
 
+    def behind(self, resident: Resident, message: JSON) -> None:
+        who = resident.stay.redactor.text(untrusted.text(message, "who"))
+        resident.stay.behind = as_sentence(who)
+        self.rhythm.chatter = True
+
     def away(self, resident: Resident, message: JSON) -> None:
         self.residency.heard(resident, message)
         self.rhythm.chatter = True
@@ -157,6 +163,7 @@ class ResidentMessages:
             "entered": self.entered,
             "prepared": self.prepared,
             "progress": self.progress,
+            "behind": self.behind,
             "away": self.away,
             "still": self.still,
             "moving": self.moving,

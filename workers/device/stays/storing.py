@@ -12,7 +12,7 @@ from typing import Any
 from app.core.device.device_events import ImageKept
 from app.core.model.protocol import messages
 from app.core.model.protocol.messages import CheckpointRef, Launch
-from app.core.model.protocol.wellformed import SENTENCE_MOST
+from app.core.model.protocol.wellformed import as_sentence
 from workers.device import store_io
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.processes.resident import Leaving, Resident, Saving
@@ -113,7 +113,7 @@ class ResultStore:
         dumped = partial(self._receive, partial(resident.send, "dumped", lost=""))
         older = _image_with_processes(resident)
         tree = images.tree_of(resident, message, dumped) if images is not None else no_tree
-        told = _sentence(untrusted.text({"bound_because": "", **message}, "bound_because"))
+        told = as_sentence(untrusted.text({"bound_because": "", **message}, "bound_because"))
 
         def keep() -> ImageStored | NotDumped:
             cipher = images.cipher_of(launch) if images is not None else None
@@ -225,7 +225,7 @@ class ResultStore:
             step, printed = older.step, older.printed
         has_processes = older is not None or bool(stored.tree.beside)
         bound_because = "" if has_processes else stored.tree.lost or told
-        bound_because = _sentence(resident.stay.redactor.text(bound_because))
+        bound_because = as_sentence(resident.stay.redactor.text(bound_because))
         if has_processes:
             resident.processes_step = step
         if has_processes or bound_because:
@@ -301,7 +301,7 @@ class ResultStore:
         if isinstance(error, DamagedAndNotStored):
             self.stays.kill(resident, "damaged")
             return
-        why = _sentence(refusal(error))
+        why = as_sentence(refusal(error))
         if not resident.refusals:
             self.rhythm.happened = True
         resident.refusals.setdefault(what, why)
@@ -355,9 +355,3 @@ def refusal(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or os.strerror(error.errno)}."
     return f"It answered with {type(error).__name__}; the log of the device says more."
-
-
-def _sentence(said: str) -> str:
-    """Return what a message may carry: one line of bounded length."""
-    line = " ".join(said.split())
-    return "".join(letter for letter in line if letter.isprintable())[:SENTENCE_MOST]

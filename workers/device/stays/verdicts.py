@@ -41,6 +41,8 @@ def _event(resident: Resident, *, was_stopping: bool) -> JSON:
     told = f"{resident.refused} It was ended."
     if kill_reason != EXCEEDED:
         told = _how_it_ended(kill_reason, resident.exit_status or 0, resident.refused)
+    if kill_reason == "max_duration" and resident.stay.behind:
+        told = f"{told} {resident.stay.behind}"
     if kill_reason == "device_memory":
         told = _beyond_its_memory(resident)
     last = "\n".join(resident.stay.log.last)

@@ -361,6 +361,8 @@ class ResidentView:
     # and host memory, or "disk"; "" if it waits for none of them
     waits_for: str = ""
     unstored: str = ""  # why the store refuses its newest image or output, or ""
+    # for which of its ranks the others wait, in a sentence (`core.device.gang_watch`); or ""
+    behind: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

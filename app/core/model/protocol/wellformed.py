@@ -72,6 +72,12 @@ def _is_sentence(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= SENTENCE_MOST and value.isprintable()
 
 
+def as_sentence(said: str) -> str:
+    """Return the text in a form that a message can have: one printable line, and not too long."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in said)
+    return shown if len(shown) <= SENTENCE_MOST else f"{shown[: SENTENCE_MOST - 1]}…"
+
+
 def _is_file_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= SENTENCE_MOST and is_storable(value)
 
@@ -325,6 +331,7 @@ FIELDS: dict[str, Check] = {
     "withdrawn": _each(_is_sentence),
     "bound_because": _is_sentence,
     "unstored": _is_sentence,
+    "behind": _is_sentence,
     "wait_us": _is_count,
     "dropped": _object(
         {},

@@ -37,4 +37,4 @@ class HeartbeatNews:
 
 def _standing(view: ResidentView) -> tuple[Any, ...]:
     progress = (view.state, view.order_seq, view.level, view.lacks, view.waits_for)
-    return (view.task, view.epoch, *progress)
+    return (view.task, view.epoch, *progress, view.behind)

@@ -53,6 +53,9 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
     _note_peaks(task, view)
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
+    if task.behind != view.behind:
+        task.behind = view.behind
+        task_writer.note_change(session, task)
     outputs.note_refusal(session, task, view)
     store_metrics(session, task, view)
     return True

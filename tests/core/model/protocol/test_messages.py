@@ -53,6 +53,7 @@ NAMED: dict[str, Any] = {
     "network": {"connections": 2, "sent_bytes": 10},
     "peaks": {"memory_bytes": 7},
     "waits_for": "bytes",
+    "behind": "Rank 0 waits, and rank 1 runs.",
     "spec": TaskDescriptor(
         name="train",
         type="train",

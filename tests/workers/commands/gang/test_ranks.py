@@ -92,6 +92,26 @@ def test_progress_and_outputs_come_from_one_rank(rig):
     assert finished.outputs["result"]["size_bytes"] > len(digest)
 
 
+LATE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+if dist.get_rank() == 1:
+    while not os.path.exists("go on"): pass
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_rank_that_does_not_come_is_named_until_it_comes(rig):
+    argv = ["python", "-c", LATE]
+    rig.launch("t1", argv, world_size=2, seats=[2], budget_us=10**9)
+    behind = rig.until(lambda: rig.view("t1") and rig.view("t1").behind, timeout_s=IMPORTS_S)
+    assert behind.startswith("Rank 0 waits in all_reduce(sum, float32[4])"), behind
+    assert ", to which rank 1 has not come: rank 1 runs" in behind
+    (rig.folder("t1") / "go on").touch()
+    rig.event(Finished, "t1", timeout_s=IMPORTS_S)
+    assert rig.views("t1")[-1].behind == ""
+
+
 # --- seats ----------------------------------------------------------------------------------------
 
 
