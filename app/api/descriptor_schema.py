@@ -41,6 +41,13 @@ from app.core.model.provisions.retry import (
 )
 from app.core.model.provisions.searches import METHODS, MOST_BOUND, MOST_SEED, SCALES
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
+from app.core.model.provisions.stop_rule import (
+    GOALS,
+    MOST_RUNGS,
+    MOST_STEP,
+    MOST_STOPPED,
+    USUAL_KEEP,
+)
 from app.core.model.provisions.variables import MAX_SECRETS
 
 EXAMPLE: dict[str, Any] = {
@@ -575,6 +582,45 @@ _TASK = _object(
             f" combinations. Keys go in the order of the alphabet, the last varies fastest."
             f" `{EXCLUDE}` lists combinations without a member. A value is"
             " `${matrix.KEY}`, or a parameter of that name if no text names it",
+        },
+        "stop": {
+            **_object(
+                {
+                    "metric": {
+                        "type": "string",
+                        "minLength": 1,
+                        "maxLength": 100,
+                        "description": "name of a metric that the task reports",
+                    },
+                    "goal": {
+                        "type": "string",
+                        "enum": [*GOALS],
+                        "default": GOALS[0],
+                        "description": "which values are better: low or high ones",
+                    },
+                    "rungs": {
+                        "type": "array",
+                        "minItems": 1,
+                        "maxItems": MOST_RUNGS,
+                        "items": {"type": "integer", "minimum": 1, "maximum": MOST_STEP},
+                        "description": "steps at which members are compared, rising; the last one"
+                        " before their end",
+                    },
+                    "keep": {
+                        "type": "number",
+                        "default": USUAL_KEEP,
+                        "exclusiveMinimum": 0,
+                        "maximum": 0.9,
+                        "description": "share of the members that goes on past a rung; 0.33 is a"
+                        " third",
+                    },
+                },
+                ["metric", "rungs"],
+            ),
+            "description": "pauses members of a lot that do worse: at each of the `rungs` the best"
+            " `keep` go on. A paused one goes on from the same bits if it is among the best later,"
+            " or if a person resumes it; it is cancelled when all others have ended. For jobs and"
+            f" commands, and lots of at most {MOST_STOPPED} members",
         },
         "search": {
             **_object(

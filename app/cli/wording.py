@@ -674,7 +674,7 @@ def _starts(task: JSON) -> str:
 
 
 def _next(reason: JSON, given: str) -> str:
-    if reason["code"] in ("HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION"):
+    if reason["code"] in ("HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "LOST_AT_RUNG"):
         return f"Run `roundhouse resume {given}`."
     what = _WHAT_TO_DO.get(reason["next_action"], reason["next_action"])
     return f"{what} {reason['unblocked_by']}." if reason["unblocked_by"] else ""

@@ -31,6 +31,7 @@ from app.core.explanation.estimator import Estimate, Unknown
 from app.core.explanation.waiting_reasons import Ahead, Blockers
 from app.core.fairness.fair_tree import Branch, lane
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
+from app.core.model.rungs import HELD_AT_RUNG
 from app.core.model.snapshot import (
     BoardTask,
     BoardTenant,
@@ -53,6 +54,7 @@ from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
 from app.insight.forecast import Start
 from app.scheduling import ledger, snapshot_reader
+from app.scheduling.journal import rungs
 from app.scheduling.journal.lots import counts_of
 
 JSON = dict[str, Any]
@@ -94,6 +96,7 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
             else:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
+    found |= _at_rungs(session, tasks, found)
     return found | _short_of_room(session, tasks) | _still(tasks)
 
 
@@ -110,6 +113,23 @@ def _short_of_room(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]
     query = select(Placement.task_id, Placement.device_id, Placement.waits_for)
     rows = session.execute(query.where(*here, ~Placement.guest, Placement.waits_for != ""))
     return {id: _why((says.lacks_room(device, what),)) for id, device, what in rows}
+
+
+def _at_rungs(
+    session: Session, tasks: Sequence[TaskRow], found: Mapping[str, Why]
+) -> dict[str, Why]:
+    """Add their places to the reasons of members that lost at a rung."""
+    told = rungs.places_told(session, [task for task in tasks if task.hold == HELD_AT_RUNG])
+    return {
+        id: replace(
+            found[id],
+            reasons=tuple(
+                {**reason, "message": message} if reason["code"] == "LOST_AT_RUNG" else reason
+                for reason in found[id].reasons
+            ),
+        )
+        for id, message in told.items()
+    }
 
 
 def _unassigned(task: TaskRow) -> Reason:

@@ -22,6 +22,7 @@ from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.provisions import session as session_model
 from app.core.model.provisions.notice import NEED
+from app.core.model.rungs import HELD_AT_RUNG, PROMOTED, RUNG_HOLDS
 from app.core.units import counted
 from app.db import transactions
 from app.db.models import Lot, Request, RequestEvent, Task, Tenant
@@ -30,6 +31,7 @@ from app.errors import BadInput, Conflict, Forbidden, QuotaExceeded
 from app.messaging import outbox
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
+from app.scheduling.journal import rungs
 from app.scheduling.journal.lots import IS_LOT, IS_NO_MEMBER, counts_of
 from app.settings import settings
 
@@ -48,13 +50,14 @@ def cancel_request(session: Session, request: Request, *, by: str) -> None:
 def hold_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
     _check_live(request)
     hold = ADMIN_HOLD if as_admin else USER_HOLD
-    if _each(session, request, lambda task: _wish_hold(task, hold)):
+    if _each(session, request, _unless_at_rung(lambda task: _wish_hold(task, hold))):
         _tell(session, request, None, "request.hold_asked", f"Paused by {by}.")
 
 
 def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
     _check_live(request)
-    changed = _each(session, request, lambda task: _wish_release(task, as_admin))
+    release = _unless_at_rung(lambda task: _wish_release(task, as_admin))
+    changed = _each(session, request, release)
     if _forgive(session, session.scalars(_lots_of(request)).all()) or changed:
         _tell(session, request, None, "request.release_asked", f"Resumed by {by}.")
 
@@ -100,6 +103,8 @@ def _retry_lot(session: Session, lot: Lot, states: Collection[str]) -> int:
         return 0
     for state in wanted:
         setattr(lot, state, 0)
+    if State.cancelled in wanted:
+        lot.stopped = 0
     lot.again, lot.again_states, lot.is_open = lot.again + found, wanted, True
     lot.again_before = session.scalar(select(func.clock_timestamp()))
     return int(found)
@@ -242,13 +247,18 @@ def cancel_task(session: Session, task: Task, *, by: str) -> None:
 def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
     _check_live(task)
     hold = ADMIN_HOLD if as_admin else USER_HOLD
-    if _one(session, task, lambda task: _wish_hold(task, hold)):
+    if _one(session, task, _unless_at_rung(lambda task: _wish_hold(task, hold), task)):
         _tell(session, task, task, "task.hold_asked", f"Pause requested by {by}.")
 
 
 def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
+    """Resume the task; a member that lost at a rung passes it, and goes on when there is room."""
     _check_live(task)
-    changed = _one(session, task, lambda task: _wish_release(task, as_admin))
+    if task.lot_index is not None and task.descriptor.get("stop"):
+        rungs.let_pass(session, task)
+        after_commit(session, outbox.nudge_control)
+    release = _unless_at_rung(lambda task: _wish_release(task, as_admin), task)
+    changed = _one(session, task, release)
     if _forgive(session, [task.id] if task.lot_id == task.id else ()) or changed:
         _tell(session, task, task, "task.release_asked", f"Resumed by {by}.")
 
@@ -447,7 +457,17 @@ def _wish_release(task: Task, as_admin: bool) -> bool:
             "an administrator of the platform paused the task; only administrators of the "
             "platform can resume it"
         )
-    return _set(task, "hold", "")
+    return task.hold != PROMOTED and _set(task, "hold", _RELEASED.get(task.hold, ""))
+
+
+_RELEASED = {HELD_AT_RUNG: PROMOTED}
+
+
+def _unless_at_rung(wish: Wish, asked: Task | None = None) -> Wish:
+    """Return the wish for tasks other than members at rungs, which their lot lets go on; `asked`
+    is not among these.
+    """
+    return lambda task: (task is asked or task.hold not in RUNG_HOLDS) and wish(task)
 
 
 def _set(task: Task, wish: str, value: Any) -> bool:

@@ -187,6 +187,7 @@ TASKS: list[JSON] = [
             "seed": 41,
             "space": {"rate": [51, 52], "deep": {"int": [61, 63]}},
         },
+        "stop": {"metric": "acc", "goal": "max", "rungs": [71, 72], "keep": 0.4},
     },
     {"name": "boxed", "run": {"command": ["true"]}, "image": "debian", "devices": {"kind": KIND}},
 ]

@@ -419,6 +419,7 @@ NOT_ON_PAGE: dict[str, set[Place]] = {
     "counts, and the table of its members, show what became of a lot": {
         ("array", "count"), ("array", "at_once"), ("array", "max_failures"), ("matrix",),
         ("search", "method"), ("search", "trials"), ("search", "seed"), ("search", "space"),
+        ("stop", "metric"), ("stop", "goal"), ("stop", "rungs"), ("stop", "keep"),
     },
     "shown as results, when there are some": {("outputs",), ("artifacts",), ("publish",)},
 }  # fmt: skip

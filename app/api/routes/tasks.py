@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, get_args
 
@@ -44,6 +45,7 @@ from app.api.schemas.tasks import (
     PlacementOut,
     ResizeIn,
     ResourcesOut,
+    RungOut,
     TaskOut,
 )
 from app.core.model import codec
@@ -59,12 +61,13 @@ from app.core.model.protocol.messages import ARTIFACTS
 from app.core.model.provisions import process_images
 from app.core.model.provisions.lots import Array
 from app.core.model.provisions.resources import of_amounts
+from app.core.model.provisions.stop_rule import StopRule
 from app.core.model.provisions.tunnel import why_not_into
 from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task, Tenant
 from app.db.transactions import AnySelect, Db
 from app.errors import BadInput, Conflict, NotFound
 from app.insight import explain, phases, reports
-from app.insight.lot_counts import ends_in_s, lot_states, metric_value, phase_of
+from app.insight.lot_counts import ends_in_s, lot_states, metric_value, phase_of, rungs_of
 from app.insight.reports import NetworkUse
 from app.insight.time_spent import time_spent
 from app.intake import actions
@@ -458,6 +461,7 @@ def _count_members(session: Session, shown: Sequence[TaskOut]) -> None:
             max_failures=counts.failures_allowed,
             phases=dict(state.phases),
             left=counts.left,
+            rungs=[RungOut(**asdict(rung)) for rung in state.rungs],
             is_held=counts.has_failed_too_often,
             ends_in_s=ends_in_s(session, id, state),
         )
@@ -501,11 +505,11 @@ def new_task_out(
         "inputs": said["inputs"],
         "publish": said["publish"],
         "network": said["network"],
-        "lot": _new_lot_out(spec.array),
+        "lot": _new_lot_out(spec.array, spec.stop),
     }
 
 
-def _new_lot_out(array: Array | None) -> dict[str, Any] | None:
+def _new_lot_out(array: Array | None, stop: StopRule | None) -> dict[str, Any] | None:
     if array is None:
         return None
     return {
@@ -514,6 +518,7 @@ def _new_lot_out(array: Array | None) -> dict[str, Any] | None:
         "max_failures": array.failures_allowed,
         "phases": {"queued": array.count},
         "left": array.count,
+        "rungs": [asdict(rung) for rung in rungs_of(stop)],
         "is_held": False,
         "ends_in_s": None,
     }

@@ -111,6 +111,16 @@ class DroppedFilesOut(Out):
     first: list[str] = Field(description="The paths of up to five of them.")
 
 
+class RungOut(Out):
+    """Counts the members that reached a rung of a lot's rule `stop`."""
+
+    model_config = example(step=1000, reached=21, passed=7, best=0.412)
+    step: int
+    reached: int = Field(description="Members with a value of the metric at this step or after it.")
+    passed: int = Field(description="Those of them that went on, or may.")
+    best: float | None = Field(description="The best value; null: none is a finite number.")
+
+
 class LotOut(Out):
     """Counts the members of a lot, which is many tasks from one description."""
 
@@ -121,6 +131,7 @@ class LotOut(Out):
         phases={"queued": 6676, "running": 200, "done": 3112, "failed": 12},
         left=6676,
         is_held=False,
+        rungs=[],
         ends_in_s=5410.0,
     )
     count: int
@@ -128,10 +139,12 @@ class LotOut(Out):
     max_failures: int | None = Field(description="More failures hold the lot; null: none do.")
     phases: dict[str, int] = Field(description="Number of members in each phase.")
     left: int = Field(description="Members that wait for their turn, and are no tasks yet.")
+    rungs: list[RungOut] = Field(description="By the steps of `stop`; empty without it.")
     is_held: bool = Field(description="Too many members failed, so no more start.")
     ends_in_s: float | None = Field(
         description="Expected time until the last member ends: those that remain, times the median "
-        "of those that are done, divided by those that run. Null: not known yet."
+        "of those that are done, divided by those that run. With `stop`: times the mean device time"
+        " of those that are done or paused. Null: not known yet."
     )
 
 

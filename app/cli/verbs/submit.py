@@ -129,6 +129,16 @@ def submit(
     ] = None,
     trials: Annotated[int | None, typer.Option(help="with --search: how many members")] = None,
     seed: Annotated[int | None, typer.Option(help="with --search: another draws others")] = None,
+    stop: Annotated[
+        str,
+        typer.Option(
+            help="of a lot: pause the members that do worse at these steps: loss@1000,3000,9000, or"
+            " max:accuracy@10,30"
+        ),
+    ] = "",
+    keep_best: Annotated[
+        float | None, typer.Option(help="with --stop: the share that goes on; default: a third")
+    ] = None,
     max_failures: Annotated[
         float | None,
         typer.Option(help="of a lot: more failures hold it; below 1 a share"),
@@ -151,6 +161,7 @@ def submit(
     roundhouse submit folder --job train:Train -p lr=0.1
     roundhouse submit train.py --matrix lr=1e-3,1e-4 --matrix seed=0-9 -- --lr '${matrix.lr}'
     roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
+    roundhouse submit train.py --matrix seed=0-9 --stop loss@1000,3000 -- --seed '${matrix.seed}'
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
@@ -174,6 +185,7 @@ def submit(
     _set_variables(descriptor, env or [], secret or [])
     _set_search(descriptor, search or [], trials, seed)
     _set_lot(descriptor, array, matrix or [], max_failures)
+    _set_stop(descriptor, stop, keep_best)
     _set_order(descriptor, label or [], priority, tier)
     folder = next((each for each in (bundle, source) if each is not None and each.is_dir()), None)
     is_offered = run is not None and not descriptor.get("environment")
@@ -252,6 +264,8 @@ _OWN_OPTIONS = {
     "--search",
     "--trials",
     "--seed",
+    "--stop",
+    "--keep-best",
     "--max-failures",
     "--idempotency-key",
 }
@@ -376,6 +390,28 @@ def _set_search(descriptor: JSON, search: list[str], trials: int | None, seed: i
     drawn = {key: _space(said) for key, said in space.items()}
     said = {name: value for name, value in given.items() if value is not None}
     _only_task(descriptor, "--search")["search"] = {**said, "space": drawn}
+
+
+def _set_stop(descriptor: JSON, stop: str, keep_best: float | None) -> None:
+    """Let the members of the only task be compared at rungs."""
+    if not stop:
+        if keep_best is not None:
+            raise typer.BadParameter("--keep-best goes with --stop")
+        return
+    found = _STOP.fullmatch(stop)
+    if found is None:
+        raise typer.BadParameter(f"--stop must be METRIC@STEP,STEP,...; got {stop}")
+    rule = {
+        "metric": found["metric"],
+        "goal": found["goal"],
+        "rungs": [int(step) for step in found["rungs"].split(",")],
+        "keep": keep_best,
+    }
+    given = {name: value for name, value in rule.items() if value is not None}
+    _only_task(descriptor, "--stop")["stop"] = given
+
+
+_STOP = re.compile(r"((?P<goal>min|max):)?(?P<metric>.+)@(?P<rungs>\d{1,16}(,\d{1,16})*)")
 
 
 def _space(said: str) -> Any:

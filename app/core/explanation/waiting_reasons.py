@@ -20,6 +20,7 @@ from app.core.model.device_fraction import told_fraction
 from app.core.model.lot_members import LotCounts
 from app.core.model.provisions import session
 from app.core.model.retry_decision import HELD_BY_RULE, AvoidedDevice
+from app.core.model.rungs import HELD_AT_RUNG, PROMOTED
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
 from app.core.units import counted
 
@@ -34,6 +35,8 @@ CODES = {
     "IDLE_SESSION": "change_request",
     "LOT_HELD": "change_request",
     "LOT_FAILURES": "change_request",
+    "LOST_AT_RUNG": "wait",
+    "LOT_ROOM": "wait",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
     "TICKETS": "wait",
@@ -111,8 +114,8 @@ ACTIONS = {
 
 START = frozenset(
     {
-        "HELD_BY_ADMIN", "HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "DEPENDENCY",
-        "NOT_BEFORE", "TICKETS",
+        "HELD_BY_ADMIN", "HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "LOST_AT_RUNG",
+        "LOT_ROOM", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
         "GANG_WANTS_NONE", "RETRY_BACKOFF", "STORE_REFUSES",
     }
 )  # fmt: skip
@@ -265,6 +268,14 @@ def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -
     elif conditions.hold == HELD_BY_RULE:
         told = "Held by a rule of its field retry, since an attempt failed; its events say which."
         yield _reason("HELD_BY_RULE", told, "somebody resumes it", release)
+    elif conditions.hold == HELD_AT_RUNG:
+        told = "Paused at a rung: it is not among the best of its lot."
+        until = "other members reach the rung with worse values, or somebody resumes it"
+        yield _reason("LOST_AT_RUNG", told, until, release)
+    elif conditions.hold == PROMOTED:
+        told = "It goes on past its rung when as few members of its lot run as at_once allows."
+        change = Change(action="wait_for_members", value=1)
+        yield _reason("LOT_ROOM", told, "a member ends or pauses, or at_once is raised", change)
     elif conditions.hold:
         told = "Paused by an administrator."
         yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
@@ -287,7 +298,8 @@ def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -
 
 def of_lot(counts: LotCounts) -> tuple[Reason, ...]:
     """Return why a lot makes no member now, or that it has not ended yet."""
-    of, live, left = f"{counts.count:,}", f"{counts.live:,}", f"{counts.left:,}"
+    live = counts.live - counts.resting
+    of, left = f"{counts.count:,}", f"{counts.left:,}"
     if counts.has_failed_too_often:
         told = f"{counts.failed} of {of} members failed, more than max_failures allows"
         told = f"{told} ({counts.failures_allowed}): no other member starts."
@@ -299,15 +311,19 @@ def of_lot(counts: LotCounts) -> tuple[Reason, ...]:
         change = Change(action="set_at_once", value=1)
         return (_reason("LOT_HELD", told, "its at_once is raised", change),)
     if not counts.left:
-        told = f"Its last {counted(counts.live, 'member')} {_is(counts.live)} queued or running."
-        change = Change(action="wait_for_members", value=counts.live)
-        return (_reason("LOT_MEMBERS", told, "they end", change),) if counts.live else ()
+        told = f"Its last {counted(live, 'member')} {_is(live)} queued or running{_rest(counts)}."
+        change = Change(action="wait_for_members", value=live)
+        return (_reason("LOT_MEMBERS", told, "they end", change),) if live else ()
     if counts.room:
         return ()
-    told = f"{live} of {of} members are queued or running, as many as at_once allows; "
-    told += f"{left} follow."
+    told = f"{live:,} of {of} members are queued or running, as many as at_once allows"
+    told = f"{told}{_rest(counts)}; {left} follow."
     change = Change(action="set_at_once", value=counts.at_once + 1)
     return (_reason("LOT_MEMBERS", told, "a member ends", change),)
+
+
+def _rest(counts: LotCounts) -> str:
+    return f", and {counts.resting:,} paused at rungs" if counts.resting else ""
 
 
 def _by_terms(terms: Terms) -> Iterator[Reason]:

@@ -60,6 +60,7 @@ from app.core.model.provisions.resources import NO_RESOURCES, Resources, read_re
 from app.core.model.provisions.retry import RetryPolicy, check_rules, read_retry
 from app.core.model.provisions.searches import Search
 from app.core.model.provisions.session import InteractiveSession, read_session
+from app.core.model.provisions.stop_rule import StopRule, read_stop
 from app.core.model.provisions.variables import check_variables, read_secrets, read_variables
 
 JSON = dict[str, Any]
@@ -237,6 +238,7 @@ class TaskDescriptor:
     array: Array | None = None
     matrix: Matrix | None = None
     search: Search | None = None
+    stop: StopRule | None = None  # of a lot, and of each of its members
 
     @property
     def drawn_from(self) -> Matrix | Search | None:
@@ -400,6 +402,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
         array=array,
         matrix=matrix,
         search=search,
+        stop=read_stop(fields, run_kind=run.kind),
     )
     return _with_needs(task)
 
@@ -762,6 +765,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "array": task.array.as_json() if task.array is not None else None,
         "matrix": task.matrix.as_json() if task.matrix is not None else None,
         "search": task.search.as_json() if task.search is not None else None,
+        "stop": task.stop.as_json() if task.stop is not None else None,
     }
 
 

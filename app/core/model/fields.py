@@ -46,6 +46,7 @@ _EXAMPLES = {
     "image": '"ubuntu"',
     "array": '{"count": 100, "at_once": 10}',
     "matrix": '{"lr": [0.001, 0.0001], "seed": "0-9"}',
+    "stop": '{"metric": "loss", "rungs": [1000, 3000, 9000]}',
     "search": '{"trials": 50, "space": {"lr": {"log": [1e-5, 1e-2]}, "layers": [2, 4]}}',
 }
 NEGATIONS = ("not_", "no_", "without_", "exclude_")  # prefixes of wrong names
@@ -55,7 +56,7 @@ OF_TASK = frozenset(
     | {"devices", "islands"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
     | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
-    | {"array", "matrix", "search"}
+    | {"array", "matrix", "search", "stop"}
 )
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

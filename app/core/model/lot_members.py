@@ -19,6 +19,7 @@ from app.core.model.fields import NAME, NAME_RULE, Fault, escaped
 from app.core.model.lifecycle import State
 from app.core.model.provisions.lot_values import Scalar
 from app.core.model.provisions.lots import MOST_MEMBERS
+from app.core.model.provisions.stop_rule import MOST_STOPPED
 
 INDEX_VARIABLE = "ROUNDHOUSE_ARRAY_INDEX"
 _PLACE = re.compile(r"\$\{(array|matrix|search)\.([A-Za-z_]\w*)\}", re.ASCII)
@@ -101,8 +102,11 @@ def faults(descriptor: Descriptor) -> list[Fault]:
     found = [
         Fault(f"/tasks/{n}/{where}", told, "lot")
         for n, task in enumerate(descriptor.tasks)
-        if task.array is not None
-        for where, told in (*_misplaced(task), *_unknown_values(task))
+        for where, told in (
+            _outside_of_lots(task)
+            if task.array is None
+            else (*_misplaced(task), *_unknown_values(task))
+        )
     ]
     if found:
         return found
@@ -130,6 +134,11 @@ def sampled(descriptor: Descriptor) -> Descriptor:
     return replace(descriptor, tasks=tuple(lots))
 
 
+def _outside_of_lots(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
+    if task.stop is not None:
+        yield "stop", "compares the members of a lot; add array, matrix or search, or leave it out"
+
+
 def _misplaced(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     """Yield (pointer below the task, fault) of what cannot be in a lot."""
     if len(task.name) > _MOST_NAME:
@@ -139,6 +148,9 @@ def _misplaced(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
         yield "session", "a lot has no session; submit sessions one by one"
     if task.islands > 1:
         yield "islands", "a member of a lot uses one island; set 1"
+    if task.stop is not None and task.array is not None and task.array.count > MOST_STOPPED:
+        told = f"must have at most {MOST_STOPPED} members; got {task.array.count}"
+        yield "stop", f"a lot whose members are compared {told}"
     drawn = task.drawn_from
     if drawn is not None and task.from_checkpoint is not None and task.run.kind == "job":
         told = f"the checkpoint's job has parameters of its own, which no {drawn.GROUP} can change"
@@ -202,7 +214,9 @@ class LotCounts:
     """Counts the members of a lot.
 
     `made` of them were made so far, with the indices below; `again` of these have ended and start
-    again as soon as they may. `failures_allowed` is None if failures never hold the lot.
+    again as soon as they may. `failures_allowed` is None if failures never hold the lot. Of those
+    that are `live`, `resting` lost at a rung and hold no device; `promoted` of these may go on
+    (`core.model.rungs`). Of those that were cancelled, `stopped` were resting when the lot ended.
     """
 
     count: int
@@ -214,6 +228,9 @@ class LotCounts:
     done: int = 0
     failed: int = 0
     cancelled: int = 0
+    resting: int = 0
+    promoted: int = 0
+    stopped: int = 0
 
     @property
     def left(self) -> int:
@@ -226,10 +243,15 @@ class LotCounts:
 
     @property
     def room(self) -> int:
-        """The number of members that may be made now."""
+        """The number of members that may be made, or go on past a rung, now."""
         if self.has_failed_too_often:
             return 0
-        return max(0, min(self.at_once - self.live, self.left))
+        return max(0, min(self.at_once - (self.live - self.resting), self.left + self.promoted))
+
+    @property
+    def has_only_losers_left(self) -> bool:
+        """True if all members have ended, or lost at a rung."""
+        return not self.left and not self.promoted and self.live == self.resting > 0
 
     @property
     def end(self) -> State | None:
@@ -238,4 +260,4 @@ class LotCounts:
             return None
         if self.failed and (self.failures_allowed is None or self.has_failed_too_often):
             return State.failed
-        return State.cancelled if self.cancelled else State.done
+        return State.cancelled if self.cancelled > self.stopped else State.done

@@ -52,6 +52,7 @@ from app.db.models.work import (
     OutboxOrder,
     Placement,
     Request,
+    RungResult,
     Task,
 )
 
@@ -96,6 +97,7 @@ __all__ = [
     "Preset",
     "Request",
     "RequestEvent",
+    "RungResult",
     "Secret",
     "StoredFile",
     "Task",

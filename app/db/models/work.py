@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
+    ColumnElement,
     ForeignKey,
     Identity,
     Index,
+    ScalarSelect,
     UniqueConstraint,
+    func,
+    literal_column,
+    select,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, column_property, mapped_column
 
 from app.core.model import descriptor
 from app.core.model.descriptor import TIERS, TaskDescriptor
 from app.core.model.lifecycle import State
 from app.core.model.retry_decision import HELD_BY_RULE
+from app.core.model.rungs import HELD_AT_RUNG, PROMOTED, RUNG_HOLDS
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of, txid_column
 
+# of a member that lost at a rung, and holds no device (`core.model.rungs`)
+IS_RESTING = (
+    f"hold in ('{HELD_AT_RUNG}', '{PROMOTED}') and state in ('blocked', 'waiting')"
+    " and cancel_asked_at is null"
+)
 REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
 
 
@@ -217,7 +229,7 @@ class Task(Base):
     __table_args__ = (
         UniqueConstraint("request_id", "name"),
         one_of("state", State),
-        one_of("hold", ("", "user", "admin", "idle", HELD_BY_RULE)),
+        one_of("hold", ("", "user", "admin", "idle", HELD_BY_RULE, *RUNG_HOLDS)),
         one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),
@@ -257,6 +269,7 @@ class Task(Base):
             "lot_index",
             postgresql_where=text("lot_index is not null and state in ('failed', 'cancelled')"),
         ),
+        Index("ix_tasks_resting", "lot_id", "hold", postgresql_where=text(IS_RESTING)),
         Index("ix_tasks_again_asked", "id", postgresql_where=text("again_asked")),
         Index("ix_tasks_gang_id", "gang_id", postgresql_where=text("gang_id is not null")),
         Index("ix_tasks_gang_txid", "txid", postgresql_where=text("gang_id is not null")),
@@ -338,15 +351,52 @@ class Lot(Base):
     done: Mapped[int] = mapped_column(server_default="0")
     failed: Mapped[int] = mapped_column(server_default="0")
     cancelled: Mapped[int] = mapped_column(server_default="0")
+    stopped: Mapped[int] = mapped_column(server_default="0")
     # sums over the members that have ended
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     pauses: Mapped[int] = mapped_column(BigInteger, server_default="0")
     lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
     # False: control need not look at it, until a user changes something
     is_open: Mapped[bool] = mapped_column(server_default=text("true"))
+    if TYPE_CHECKING:  # set below, as they count tasks
+        resting: Mapped[int]
+        promoted: Mapped[int]
     __table_args__ = (
         CheckConstraint("live >= 0 and again >= 0 and made <= count", name="counts"),
         Index("ix_lots_open", "id", postgresql_where=text("is_open")),
+    )
+
+
+def _resting(*which: ColumnElement[bool]) -> ScalarSelect[int]:
+    """Count the members of a lot that rest at a rung."""
+    is_resting = literal_column(IS_RESTING, Boolean)
+    mine = select(func.count()).select_from(Task).where(Task.lot_id == Lot.id, is_resting, *which)
+    return mine.correlate(Lot).scalar_subquery()
+
+
+Lot.resting = column_property(_resting())
+Lot.promoted = column_property(_resting(Task.hold == PROMOTED))
+
+
+class RungResult(Base):
+    """The value with which a lot's member reached a rung of its rule `stop` (`core.model.rungs`).
+
+    `value` is null for one that is no finite number. `passed`: the member went on, or may, because
+    of its value or because a person let it. Control has not looked at it before it `is_decided`.
+    """
+
+    __tablename__ = "rung_results"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    rung: Mapped[int] = mapped_column(primary_key=True)
+    lot_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    step: Mapped[int] = mapped_column(BigInteger)
+    value: Mapped[float | None]
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    passed: Mapped[bool] = mapped_column(server_default=text("false"))
+    is_decided: Mapped[bool] = mapped_column(server_default=text("false"))
+    __table_args__ = (
+        Index("ix_rung_results_lot_id", "lot_id"),
+        Index("ix_rung_results_new", "lot_id", postgresql_where=text("not is_decided")),
     )
 
 

@@ -20,6 +20,7 @@ from app.core.model.phase import request_phase
 from app.core.model.provisions import process_images
 from app.core.model.provisions.artifacts import dropped_told
 from app.core.model.provisions.resources import Resources, of_amounts
+from app.core.model.rungs import HELD_AT_RUNG
 from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant, User
 from app.insight import explain, phases
 from app.insight.explain import Why
@@ -27,6 +28,7 @@ from app.insight.forecast import Start
 from app.insight.lot_counts import LotState, ends_in_s, lot_states, metric_value, phase_of
 from app.insight.reports.fleet import held_devices, steps_of
 from app.insight.reports.network import NetworkUse, network_use
+from app.scheduling.journal import rungs
 from app.scheduling.journal.lots import IS_NO_MEMBER
 
 
@@ -304,7 +306,8 @@ def members(
     if metric:
         value = metric_value(metric)
         query = query.where(value.is_not(None)).order_by(value)
-    rows = session.scalars(query.order_by(Task.lot_index).limit(limit))
+    rows = session.scalars(query.order_by(Task.lot_index).limit(limit)).all()
+    told = rungs.places_told(session, [task for task in rows if task.hold == HELD_AT_RUNG])
     return [
         LotMember(
             id=task.id,
@@ -314,7 +317,7 @@ def members(
             step=task.step,
             metrics=task.metrics,
             total_held_us=task.total_held_us + task.held_us,
-            message=task.message,
+            message=told.get(task.id, task.message),
         )
         for task in rows
     ]

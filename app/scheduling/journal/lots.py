@@ -24,15 +24,16 @@ from sqlalchemy.orm import Session, aliased
 from app.core.model import descriptor as descriptors
 from app.core.model import lot_members
 from app.core.model.descriptor import TaskDescriptor
-from app.core.model.lifecycle import ENDED, Move, State
+from app.core.model.lifecycle import ENDED, NOT_STARTED, Move, State
 from app.core.model.lot_members import LotCounts
 from app.core.model.provisions.lot_values import Scalar
+from app.core.model.rungs import PROMOTED
 from app.core.units import counted
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Lot, Need, Task
 from app.messaging import outbox
-from app.scheduling.journal import task_writer
+from app.scheduling.journal import rungs, task_writer
 from app.scheduling.round_notes import notes_of
 
 JSON = dict[str, Any]
@@ -67,6 +68,7 @@ def replace_ended(session: Session) -> None:
         was_held = counts_of(lot).has_failed_too_often
         for task in ended[id]:
             setattr(lot, task.state, getattr(lot, task.state) + 1)
+            lot.stopped += rungs.is_stopped(task)
             lot.live -= 1
             _add_up(lot, task, 1)
         if counts_of(lot).has_failed_too_often and not was_held:
@@ -86,11 +88,13 @@ def look_at_lots(session: Session) -> bool:
     Returns whether something was done: then there may be more. Lots that an island changes at this
     moment are left to it.
     """
-    restarted = _restart_asked(session)
+    restarted = _restart_asked(session) | rungs.decide(session)
     lots = session.scalars(_lots_to_look_at()).all()
     most, ended = MEMBERS_AT_ONCE, False
     for lot in lots:
         most -= _make(session, lot, [], most=most)
+        if counts_of(lot).has_only_losers_left:
+            rungs.stop_losers(session, lot.id)
         if lot.live == 0:
             _end(session, lot)
             ended |= not lot.is_open
@@ -104,17 +108,18 @@ def _lots_to_look_at() -> Select[Lot]:
     It is built once, since control asks every second.
     """
     has_room = and_(
-        Lot.live < Lot.at_once,
-        or_(Lot.made < Lot.count, Lot.again > 0),
+        Lot.live - Lot.resting < Lot.at_once,
+        or_(Lot.made < Lot.count, Lot.again > 0, Lot.promoted > 0),
         or_(Lot.failures_allowed.is_(None), Lot.failed <= Lot.failures_allowed),
         *_may_start(),
     )
     is_over = and_(Lot.made == Lot.count, Lot.again == 0)
     ends = and_(Lot.live == 0, or_(is_over, Task.cancel_asked_at.is_not(None), _needs(_is_broken)))
+    has_lost = and_(is_over, Task.hold == "", Lot.live > 0, Lot.live == Lot.resting)
     query = select(Lot).join(Task, Task.id == Lot.id).where(Lot.is_open)
     # whatever else ended the lot's task, such as packages that cannot be locked
     is_given_up = and_(Task.state.in_(ENDED), ~Task.again_asked)
-    waits = and_(Task.state == State.blocked, or_(has_room, ends))
+    waits = and_(Task.state == State.blocked, or_(has_room, ends, has_lost & (Lot.promoted == 0)))
     query = query.where(or_(waits, is_given_up)).order_by(Lot.id)
     locked = query.limit(LOTS_AT_ONCE).with_for_update(of=Lot, skip_locked=True)
     return locked.execution_options(populate_existing=True)
@@ -155,7 +160,10 @@ def _end(session: Session, lot: Lot) -> None:
     counts = counts_of(lot)
     broken = session.scalar(select(_needs(_is_broken)).where(Task.id == lot.id))
     told = f"{counted(counts.done, 'member')} done, {counts.failed} failed"
-    told += f", {counts.cancelled} cancelled." if counts.cancelled else "."
+    told += f", {counts.stopped} stopped early" if counts.stopped else ""
+    cancelled = counts.cancelled - counts.stopped
+    told += f", {cancelled} cancelled." if cancelled else "."
+    told += rungs.silent_told(session, row)
     if row.cancel_asked_at is not None:
         move, told = Move.Cancel, f"Cancelled: {told}"
     elif broken:
@@ -224,7 +232,7 @@ def _make(session: Session, lot: Lot, places: Sequence[str | None], *, most: int
     """Make as many members as the lot has room for, up to `most`, the first ones on the islands in
     `places`; return how many.
 
-    Members that start again go first.
+    Members that go on past a rung go first, then those that start again.
     """
     room = min(counts_of(lot).room, most)
     if not room:
@@ -233,8 +241,11 @@ def _make(session: Session, lot: Lot, places: Sequence[str | None], *, most: int
     found = session.execute(mine.with_for_update(read=True, of=Task, skip_locked=True)).first()
     if found is None:
         return 0
-    islands = [*places, *[None] * room][:room]
-    for task in _asked_again(session, lot, room) if lot.again else ():
+    promoted = _promoted(session, lot, room) if lot.promoted else ()
+    for task in promoted:
+        rungs.go_on(session, task)
+    islands = [*places, *[None] * room][: room - len(promoted)]
+    for task in _asked_again(session, lot, len(islands)) if lot.again else ():
         _add_up(lot, task, -1)
         _restart(session, task, islands.pop(0))
         lot.again, lot.live = lot.again - 1, lot.live + 1
@@ -244,6 +255,14 @@ def _make(session: Session, lot: Lot, places: Sequence[str | None], *, most: int
     session.flush()
     _write(session, lot.id, found.descriptor, range(first, lot.made), islands)
     return room - len(islands) + lot.made - first
+
+
+def _promoted(session: Session, lot: Lot, room: int) -> Sequence[Task]:
+    """Return members that may go on past a rung, those with the lowest indices."""
+    mine = (Task.lot_id == lot.id, Task.hold == PROMOTED, Task.state.in_(NOT_STARTED))
+    query = select(Task).where(*mine, Task.cancel_asked_at.is_(None)).order_by(Task.lot_index)
+    free = query.limit(room).with_for_update(key_share=True, skip_locked=True)
+    return session.scalars(free.execution_options(populate_existing=True)).all()
 
 
 def _asked_again(session: Session, lot: Lot, room: int) -> Sequence[Task]:
@@ -260,6 +279,8 @@ def _restart(session: Session, task: Task, island: str | None) -> None:
     task.cause = task.message = task.detail = task.ended_at = task.cancel_asked_at = None
     task.retry_at = transactions.now(session)  # it is queued after a failure, not preempted
     task.hold, task.attempts, task.avoids = "", 0, []
+    if task.descriptor.get("stop"):
+        rungs.let_pass(session, task)  # else it would pause again at once
     task_writer.tell(session, task, "task.again", "It starts again.")
 
 

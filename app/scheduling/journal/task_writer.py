@@ -15,6 +15,7 @@ from app.core.model import lifecycle
 from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE
 from app.core.model.protocol import messages
 from app.core.model.provisions.artifacts import dropped_told
+from app.core.model.rungs import RUNG_HOLDS
 from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away
@@ -136,6 +137,8 @@ def move_task(session: Session, task: Task, move: str) -> None:
     note_change(session, task)
     if task.lot_index is not None and task.state in lifecycle.ENDED:
         notes_of(session).members.append(task)
+    if task.hold in RUNG_HOLDS and task.state == "waiting":
+        transactions.after_commit(session, outbox.nudge_control)  # there is room for another member
     if task.gang_id:
         gang_tickets.nudge_others(session, task)
 

@@ -375,6 +375,14 @@ class TestSubmit:
                 },
             ),
             (
+                ("--array", "0-3", "--stop", "max:acc@10,30", "--keep-best", 0.5),
+                {"stop": {"metric": "acc", "goal": "max", "rungs": [10, 30], "keep": 0.5}},
+            ),
+            (
+                ("--array", "0-3", "--stop", "loss@1000"),
+                {"stop": {"metric": "loss", "rungs": [1000]}},
+            ),
+            (
                 ("--search", "n=0-9", "--max-failures", 2),
                 {"search": {"space": {"n": "0-9"}}, "array": {"max_failures": 2}},
             ),
@@ -396,6 +404,8 @@ class TestSubmit:
             (("--array", "0-9", "--matrix", "a=1"), "with --matrix only %N"),
             (("--matrix", "a"), "--matrix must be KEY=VALUE,..."),
             (("--search", "a"), "--search must be KEY=VALUE,..."),
+            (("--array", "0-3", "--stop", "loss"), "--stop must be METRIC@STEP,STEP"),
+            (("--array", "0-3", "--keep-best", 0.5), "--keep-best goes with --stop"),
             (("--trials", 3), "--trials goes with --search"),
             (("--array", "0-9", "--search", "a=1"), "with --search only %N"),
             (("--max-failures", 1), "--max-failures goes with --array"),

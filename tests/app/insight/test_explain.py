@@ -89,6 +89,19 @@ class Scene:
         task = self.scenery.task(self.a, "blocked", hold="rule")
         return task, lambda _: setattr(task, "hold", "")
 
+    def lost_at_rung(self):
+        task = self.scenery.task(self.a, "blocked", hold="rung")
+        return task, lambda _: setattr(task, "hold", "")
+
+    def lot_room(self):
+        task = self.scenery.task(self.a, "blocked", hold="promoted")
+
+        def do(change):
+            assert change["value"] == 1
+            task.hold = ""
+
+        return task, do
+
     def idle_session(self):
         task = self.scenery.task(self.a, "blocked", hold="idle")
         return task, lambda _: setattr(task, "hold", "")

@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import func, select, update
 
 from app.api.access import auth
+from app.core.model.protocol import messages
 from app.core.model.protocol.messages import Alive, Failed, Finished, ResidentView
 from app.db.models import (
     Device,
@@ -32,7 +33,7 @@ from app.intake import island_assignment
 from app.pages import forms
 from app.scheduling import journal, retention
 from app.scheduling.board_follower import Follower
-from app.scheduling.journal import lots, task_writer
+from app.scheduling.journal import lots, rungs, task_writer
 from app.scheduling.journal.lots import counts_of
 from tests.app.conftest import problem
 
@@ -485,3 +486,262 @@ class TestAnswers:
         session.commit()
         assert {task.island for task in members(session)} == {"other"}
         assert session.get_one(Task, lot_of(session).id).island is None
+
+
+STOP = {"metric": "loss", "rungs": [10, 30], "keep": 0.5}
+
+
+def reach(session, task: Task, *rows: tuple[int, Any], rests: bool = False) -> None:
+    """Let the task run on a device and report losses by step, and control decide.
+
+    With `rests`, the device then pauses it.
+    """
+    if task.seat is None:
+        run(session, task, "h.0")
+    record(session, task, points=[[step, {"loss": loss}] for step, loss in rows])
+    look(session)
+    if rests:
+        session.refresh(task)
+        assert task.hold == "rung", task.hold
+        pause(session, task)
+        look(session)
+
+
+def pause(session, task: Task) -> None:
+    record(session, task, messages.Paused(**stay(task)))
+
+
+def stay(task: Task) -> JSON:
+    return {"task": task.id, "epoch": task.epoch, "seq": 1, "step": 0, "held_us": 10}
+
+
+def record(session, task: Task, *events: Any, points: list[Any] | None = None) -> None:
+    view = ResidentView(
+        task=task.id, epoch=task.epoch, state="paused" if events else "running", step=0,
+        held_us=10, order_seq=1, memory_bytes=0, points=points or [],
+    )  # fmt: skip
+    alive = Alive(
+        device=str(task.seat), incarnation="p1", sent_us=next(clock_us), facts=FACTS,
+        residents=[view], events=[*events], logs=[],
+    )  # fmt: skip
+    task.event_seq = 0
+    session.flush()
+    journal.record(session, alive)
+    journal.settle(session)
+    session.commit()
+
+
+def holds(session) -> dict[int, str]:
+    return {task.lot_index: task.hold for task in members(session)}
+
+
+def cancel_asked(session) -> None:
+    """End the resting members whose end was asked for, as their island does."""
+    for task in members(session, "blocked", "waiting"):
+        if task.cancel_asked_at is not None:
+            board = task_writer.locked_tasks(session, Task.id == task.id)[task.id]
+            task_writer.move_task(session, board, "Cancel")
+            task_writer.end_task(session, board, "task.cancelled", "Cancelled.")
+    journal.settle(session)
+    session.commit()
+    look(session)
+
+
+class TestRungs:
+    def test_loser_rests_and_another_member_takes_its_place(self, session, submit):
+        submit(array={"count": 4, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (9, 0.3), (10, 0.5))
+        assert holds(session) == {0: ""}
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.7), rests=True)
+        assert holds(session) == {0: "", 1: "rung", 2: ""}
+        counts = counts_of(lot_of(session))
+        assert (counts.live, counts.resting, counts.room) == (2, 1, 0)
+
+    def test_loser_goes_on_when_it_is_among_the_best_and_there_is_room(self, session, submit):
+        submit(array={"count": 5, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.4), rests=True)
+        reach(session, members(session)[2], (10, 0.9), rests=True)
+        assert holds(session) == {0: "", 1: "rung", 2: "rung", 3: ""}
+        reach(session, members(session)[3], (10, 0.8))  # the fourth: now two pass
+        assert holds(session) == {0: "", 1: "promoted", 2: "rung", 3: "rung"}
+        pause(session, members(session)[3])
+        look(session)  # its place is free, for the promoted before a new one
+        assert holds(session) == {0: "", 1: "", 2: "rung", 3: "rung"}
+        assert len(members(session)) == 4
+        told = session.scalars(select(RequestEvent.message).order_by(RequestEvent.id)).all()
+        assert "Pauses at step 10, with loss 0.4: place 2 of 2, of which the best 1 go on." in told
+        assert "Goes on at step 10, with loss 0.4: place 2 of 4, of which the best 2 go on." in told
+
+    def test_lot_is_done_when_only_losers_are_left_and_these_are_cancelled(self, session, submit):
+        id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        for n in (1, 2):
+            reach(session, members(session)[n], (10, 0.1 + n), rests=True)
+        assert [task.cancel_asked_at is None for task in members(session)] == [True, False, False]
+        cancel_asked(session)
+        assert state_of(session, id) == ("done", "done")
+        counts = counts_of(lot_of(session))
+        assert (counts.done, counts.cancelled, counts.stopped) == (1, 2, 2)
+        told = session.scalars(select(RequestEvent.message)).all()
+        assert "1 member done, 0 failed, 2 stopped early." in told
+
+    def test_loser_that_a_person_resumes_goes_on_when_there_is_room(self, session, submit, red):
+        submit(array={"count": 3, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.5), rests=True)
+        loser = members(session)[1]
+        reason = explain.explain(session, [loser])[loser.id].reasons[0]
+        assert reason["code"] == "LOST_AT_RUNG"
+        assert reason["message"].startswith("Paused at step 10, with loss 0.5: place 2 of 2")
+        red.post(f"/v1/tasks/{loser.id}/resume")
+        look(session)
+        assert holds(session) == {0: "", 1: "promoted", 2: ""}
+        loser = members(session)[1]
+        reason = explain.explain(session, [loser])[loser.id].reasons[0]
+        assert reason["code"] == "LOT_ROOM"
+        end(session, members(session)[2])
+        assert holds(session) == {0: "", 1: "", 2: ""}
+        reach(session, members(session)[1], (12, 0.5), (30, 0.4))
+        assert holds(session)[1] == ""  # the first at the second rung: it counts there
+
+    def test_pause_and_resume_of_the_request_wake_no_loser(self, session, submit, red):
+        id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.5), rests=True)
+        red.post(f"/v1/requests/{id}/hold")
+        assert holds(session) == {0: "", 1: "rung", 2: "user"}
+        red.post(f"/v1/requests/{id}/release")
+        assert holds(session) == {0: "", 1: "rung", 2: ""}
+
+    def test_cancelled_sweep_ends_with_its_losers(self, session, submit, red):
+        id = submit(array={"count": 9, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.5), rests=True)
+        red.post(f"/v1/requests/{id}/cancel")
+        cancel_asked(session)
+        assert state_of(session, id) == ("cancelled", "cancelled")
+
+    def test_no_number_loses_and_a_member_without_the_metric_never_pauses(self, session, submit):
+        id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, "nan"), rests=True)
+        silent = members(session)[2]
+        run(session, silent, "h.0")
+        record(session, silent, points=[[99, {"other": 1.0}]])
+        look(session)
+        assert holds(session)[2] == ""
+        end(session, members(session)[2])
+        look(session)
+        cancel_asked(session)
+        assert state_of(session, id) == ("done", "done")
+        told = session.scalars(select(RequestEvent.message)).all()
+        assert any("with loss no finite number" in each for each in told)
+        said = "2 members done, 0 failed, 1 stopped early. 1 member ended without loss at step 10"
+        assert any(each.startswith(said) for each in told)
+
+    def test_member_that_fails_at_a_rung_counts_there_and_is_no_loser(self, session, submit):
+        id = submit(array={"count": 2, "at_once": 1}, stop=STOP)
+        look(session)
+        first = members(session)[0]
+        run(session, first, "h.0")
+        record(session, first, points=[[10, {"loss": 0.5}]])
+        end(session, members(session)[0], fails=True)
+        look(session)
+        reach(session, members(session)[1], (10, 0.1))
+        assert holds(session) == {0: "", 1: ""}
+        end(session, members(session)[1])
+        look(session)
+        assert state_of(session, id) == ("failed", "failed")
+
+    def test_member_whose_row_is_locked_is_decided_about_later(self, session, submit):
+        submit(array={"count": 3, "at_once": 2}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        loser = members(session)[1]
+        run(session, loser, "h.1")
+        record(session, loser, points=[[10, {"loss": 0.5}]])
+        with mock.patch.object(rungs.task_writer, "locked_tasks", return_value={}):
+            assert not rungs.decide(session)
+            session.commit()
+        assert holds(session)[1] == ""
+        look(session)
+        assert holds(session)[1] == "rung"
+
+    def test_decisions_do_not_depend_on_when_control_looks(self, session, submit):
+        """Control that was away for a while, or killed, decides what it would have decided."""
+        losses = [0.5, 0.1, 0.7, 0.3, 0.9, 0.2]
+        passed = []
+        for late in (False, True):
+            id = submit(array={"count": 6, "at_once": 6}, stop=STOP)
+            look(session)
+            mine = [task for task in members(session) if task.request_id == id]
+            for task, loss in zip(mine, losses, strict=True):
+                run(session, task, "h.0")
+                record(session, task, points=[[10, {"loss": loss}]])
+                if not late:
+                    look(session)
+                pause(session, task)
+            look(session)
+            session.expire_all()
+            passed.append({task.lot_index for task in mine if task.hold != "rung"})
+        assert passed[0] == passed[1] == {0, 1, 3, 5}
+
+    def test_stopped_members_start_again_if_a_user_wants(self, session, submit, red):
+        id = submit(array={"count": 2, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.5), rests=True)
+        cancel_asked(session)
+        assert state_of(session, id) == ("done", "done")
+        red.post(f"/v1/requests/{id}/retry", json={"states": ["cancelled"]})
+        look(session)
+        assert holds(session) == {0: "", 1: ""}
+        reach(session, members(session)[1], (10, 0.5), (11, 0.5))
+        assert holds(session) == {0: "", 1: ""}
+        end(session, members(session)[1])
+        look(session)
+        assert state_of(session, id) == ("done", "done")
+
+    def test_answer_and_page_count_the_members_at_each_rung(self, session, submit, red, app, world):
+        id = submit(array={"count": 9, "at_once": 1}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.125))
+        end(session, members(session)[0])
+        look(session)
+        reach(session, members(session)[1], (10, 0.5), rests=True)
+        lot = red.get(f"/v1/requests/{id}").json()["tasks"][0]["lot"]
+        assert lot["phases"] == {"done": 1, "paused": 1, "queued": 7}
+        assert lot["rungs"] == [
+            {"step": 10, "reached": 2, "passed": 1, "best": 0.125},
+            {"step": 30, "reached": 0, "passed": 0, "best": None},
+        ]
+        with transaction() as its:
+            _, cookie = auth.sign_in(its, world.keys["red.member"])
+        page = TestClient(app, cookies={auth.COOKIE: cookie}).get(f"/ui/requests/{id}").text
+        words = " ".join(re.sub("<[^>]+>", " ", page).split())
+        assert "Rung Reached Went on Best loss step 10 2 1 0.125 step 30 0 0" in words
+        assert "Paused at step 10, with loss 0.5: place 2 of 2" in words

@@ -32,6 +32,7 @@ from app.db.models import (
     Placement,
     Request,
     RequestEvent,
+    RungResult,
     Task,
     Tunnel,
     Usage,
@@ -85,6 +86,7 @@ def _write_request(session) -> None:
     session.execute(update(Task).where(Task.id == TASK["id"]).values(gang_id=TASK["id"]))
     session.add(Need(task_id="tsk_ticket", needs_id=TASK["id"]))
     session.add(Lot(id=TASK["id"], count=1, at_once=1))
+    session.add(RungResult(task_id=TASK["id"], lot_id=TASK["id"], rung=0, step=9, value=0.5))
     device = documented.DEVICE["id"]
     session.add(OutboxOrder(task_id=TASK["id"], epoch=1, seq=1, device_id=device, kind="Stop"))
     soon = func.now() + timedelta(minutes=1)
@@ -304,6 +306,7 @@ with transaction() as session:
 """
 KEYS = {
     "metrics": ("task_id", "step"),
+    "rung_results": ("task_id", "rung"),
     "needs": ("task_id", "needs_id", "port"),
     "datablock_uses": ("task_id", "port"),
 }

@@ -244,6 +244,10 @@ def test_each_published_name_is_checked():
         (LotCounts(count=5, at_once=3, made=5, failed=2, done=3, failures_allowed=1), 0, "failed"),
         (LotCounts(count=10, at_once=3, made=10, done=9, cancelled=1), 0, State.cancelled),
         (LotCounts(count=10, at_once=3, made=10, done=8, again=2), 2, None),
+        (LotCounts(count=10, at_once=3, made=5, live=5, resting=3), 1, None),
+        (LotCounts(count=5, at_once=3, made=5, live=5, resting=4, promoted=2), 2, None),
+        (LotCounts(count=5, at_once=3, made=5, done=2, cancelled=3, stopped=3), 0, State.done),
+        (LotCounts(count=5, at_once=3, made=5, done=2, cancelled=3, stopped=2), 0, "cancelled"),
     ],
 )
 def test_room_and_end_follow_the_counts(counts: LotCounts, room: int, end: State | None):

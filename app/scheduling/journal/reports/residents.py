@@ -13,7 +13,7 @@ from app.core.model.protocol.messages import Alive, ResidentView
 from app.db import transactions
 from app.db.models import Placement, Task
 from app.scheduling import gang_tickets, guest_placements
-from app.scheduling.journal import losses, task_writer
+from app.scheduling.journal import losses, rungs, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.journal.reports import outputs
 from app.scheduling.round_notes import notes_of
@@ -116,6 +116,7 @@ def store_metrics(session: Session, task: Task, view: ResidentView) -> None:
     task.metrics = dict([*others.items(), *newest.items()][-METRICS_KEPT:])
     told = [{"step": step, "values": values} for step, values in rows.items()]
     session.execute(_STORE_ROWS, {"task": task.id, "rows": json.dumps(told)})
+    rungs.note_results(session, task, rows)
 
 
 _STORE_ROWS = text(
