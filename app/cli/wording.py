@@ -629,7 +629,8 @@ def _explained(task: JSON, given: str) -> Text:
         text.append("\n  ").append_text(
             words(f"Most likely next: {task['nearest']['message']}", "bold")
         )
-    text.append("\n  ").append_text(words(_starts(task), "bold"))
+    if task["phase"] != "running":
+        text.append("\n  ").append_text(words(_starts(task), "bold"))
     return _at_its_end(text, task)
 
 

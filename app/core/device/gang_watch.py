@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PATIENCE_S = 1.0  # a gang in which nothing moves for less is left alone
+JOIN_S = 30.0  # the same while a rank has not joined: imports take each rank another time
 #: A gang is slow by habit: nothing is told before it stands for so many times its usual pause.
 USUAL_TIMES = 2.0
 FADE = 0.9  # what is left of the usual pause each time the gang moves
@@ -52,7 +53,8 @@ class GangWatch:
     def __init__(self) -> None:
         self._marks: tuple[tuple[int, ...], ...] = ()
         self._since_s = 0.0  # when a rank moved last
-        self._usual_s = 0.0  # for how long the gang stands between two moves
+        self._stood = False  # True if a rank waits for others since then, and all have joined
+        self._usual_s = 0.0  # for how long the gang stands so between two moves
         self._told = ""
 
     def news(self, standings: Sequence[RankStanding] | None, now_s: float) -> str | None:
@@ -62,7 +64,7 @@ class GangWatch:
         """
         told = "" if standings is None else self._look(standings, now_s)
         if standings is None:
-            self._marks = ()
+            self._marks, self._stood = (), False
         if told == self._told:
             return None
         self._told = told
@@ -73,15 +75,16 @@ class GangWatch:
 
         The sentence stays the same until a rank moves.
         """
-        marks = tuple(each.mark for each in standings)
+        marks, who = tuple(each.mark for each in standings), who_is_behind(standings)
+        joins = any(each.does == RankIs.new for each in standings)
         if marks != self._marks:
-            stood_s = now_s - self._since_s if self._marks else 0.0
+            stood_s = now_s - self._since_s if self._stood else 0.0
             self._usual_s = max(stood_s, self._usual_s * FADE)
             self._marks, self._since_s = marks, now_s
+            self._stood = bool(who) and not joins
             return ""
-        if now_s - self._since_s < max(PATIENCE_S, USUAL_TIMES * self._usual_s):
-            return ""
-        return who_is_behind(standings)
+        patience_s = JOIN_S if joins else max(PATIENCE_S, USUAL_TIMES * self._usual_s)
+        return who if now_s - self._since_s >= patience_s else ""
 
 
 def who_is_behind(standings: Sequence[RankStanding]) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.device.gang_watch import (
+    JOIN_S,
     PATIENCE_S,
     GangWatch,
     RankIs,
@@ -96,6 +97,16 @@ def test_gang_of_long_steps_is_given_the_time_that_it_usually_takes():
     told = [watch.news(gang("wr", lacks=[1], mark=9), now_s + n / 2) for n in range(60)]
     first = next(n for n, who in enumerate(told) if who)
     assert 19.0 <= first / 2 <= 21.0
+
+
+def test_gang_that_imports_is_given_longer_and_learns_nothing_from_it():
+    watch = GangWatch()
+    assert watch.news(gang("nn", lacks=[1], mark=1), 0.0) is None
+    assert watch.news(gang("wn", lacks=[1], mark=2), 20.0) is None
+    assert watch.news(gang("wn", lacks=[1], mark=2), 20.0 + JOIN_S - 0.1) is None
+    assert "has not joined" in watch.news(gang("wn", lacks=[1], mark=2), 20.0 + JOIN_S)
+    assert watch.news(gang("wr", lacks=[1], mark=3), 60.0) == ""
+    assert "rank 1 runs" in watch.news(gang("wr", lacks=[1], mark=3), 60.0 + PATIENCE_S)
 
 
 def test_gang_that_stands_by_order_is_not_watched():
