@@ -58,7 +58,7 @@ from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, re
 from app.core.model.provisions.notice import Notice, read_notice
 from app.core.model.provisions.resources import NO_RESOURCES, Resources, read_resources
 from app.core.model.provisions.retry import RetryPolicy, check_rules, read_retry
-from app.core.model.provisions.searches import Search
+from app.core.model.provisions.searches import LotSearch
 from app.core.model.provisions.session import InteractiveSession, read_session
 from app.core.model.provisions.stop_rule import StopRule, read_stop
 from app.core.model.provisions.variables import check_variables, read_secrets, read_variables
@@ -237,11 +237,11 @@ class TaskDescriptor:
     # Set for a lot, which is many tasks (`provisions.lots`); its members have none.
     array: Array | None = None
     matrix: Matrix | None = None
-    search: Search | None = None
+    search: LotSearch | None = None
     stop: StopRule | None = None  # of a lot, and of each of its members
 
     @property
-    def drawn_from(self) -> Matrix | Search | None:
+    def drawn_from(self) -> Matrix | LotSearch | None:
         """The source of the values that differ between the members of a lot."""
         return self.matrix or self.search
 
@@ -308,7 +308,7 @@ def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
         f"{where}/{group}"
         for where, body in found
         if isinstance(body, dict)
-        for group in (Matrix.GROUP, Search.GROUP)
+        for group in (Matrix.GROUP, LotSearch.GROUP)
         if body.get(group)
     ]
     if len(matrices) > MAX_MATRICES:

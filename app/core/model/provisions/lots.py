@@ -24,7 +24,7 @@ from app.core.model.provisions.lot_values import (
     Scalar,
     read_values,
 )
-from app.core.model.provisions.searches import Search, read_search
+from app.core.model.provisions.searches import LotSearch, read_search
 
 JSON = dict[str, Any]
 
@@ -92,7 +92,7 @@ class Matrix:
 # --- from JSON ------------------------------------------------------------------------------------
 
 
-def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None, Search | None]:
+def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None, LotSearch | None]:
     """Read `array`, `matrix` and `search` of a task."""
     matrix, search = _read_matrix(fields), read_search(fields)
     if matrix is not None and search is not None:
@@ -107,7 +107,7 @@ def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None, Search | None
     return _read_array(inside, 1), None, None
 
 
-def _count(fields: Fields, array: Fields, matrix: Matrix | None, search: Search | None) -> int:
+def _count(fields: Fields, array: Fields, matrix: Matrix | None, search: LotSearch | None) -> int:
     if matrix is not None:
         count, of = matrix.count(), "matrix has {} combinations"
         if not count:

@@ -34,7 +34,7 @@ _DIGITS = 6  # significant digits of a drawn number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class ValueRange:
     """Ranges from `low` to `high`, both included, on one of the SCALES."""
 
     scale: str
@@ -71,7 +71,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class LotSearch:
     """Has `trials` members; `space` has for each key its values, or an interval."""
 
     GROUP = "search"
@@ -79,7 +79,7 @@ class Search:
     method: str
     trials: int
     seed: int
-    space: Mapping[str, Sequence[Scalar] | Interval]
+    space: Mapping[str, Sequence[Scalar] | ValueRange]
 
     def combinations(self) -> Iterator[dict[str, Scalar]]:
         """Yield the values of each member, in the order of the members' indices."""
@@ -97,34 +97,34 @@ class Search:
     @property
     def examples(self) -> Mapping[str, Sequence[Scalar]]:
         return {
-            key: each.examples if isinstance(each, Interval) else each
+            key: each.examples if isinstance(each, ValueRange) else each
             for key, each in self.space.items()
         }
 
     def _columns(self) -> list[Sequence[Scalar]]:
         return [
-            range(int(each.low), int(each.high) + 1) if isinstance(each, Interval) else each
+            range(int(each.low), int(each.high) + 1) if isinstance(each, ValueRange) else each
             for each in self.space.values()
         ]
 
-    def _drawn(self, key: str, of: Sequence[Scalar] | Interval, index: int) -> Scalar:
+    def _drawn(self, key: str, of: Sequence[Scalar] | ValueRange, index: int) -> Scalar:
         number = int.from_bytes(self._digest(key, index)[:7]) >> 3  # 53 bits
         share = number / 2**53
-        return of.at(share) if isinstance(of, Interval) else of[int(share * len(of))]
+        return of.at(share) if isinstance(of, ValueRange) else of[int(share * len(of))]
 
     def _digest(self, key: str, index: int) -> bytes:
         return sha256(f"{self.seed}/{key}/{index}".encode()).digest()
 
     def as_json(self) -> JSON:
         space = {
-            key: each.as_json() if isinstance(each, Interval) else [*each]
+            key: each.as_json() if isinstance(each, ValueRange) else [*each]
             for key, each in self.space.items()
         }
         head = {"method": self.method, "trials": self.trials, "seed": self.seed}
         return {**head, "space": space}
 
 
-def read_search(fields: Fields) -> Search | None:
+def read_search(fields: Fields) -> LotSearch | None:
     inside = fields.inside("search")
     if not inside.given:
         return None
@@ -138,7 +138,7 @@ def read_search(fields: Fields) -> Search | None:
             told = f"a grid must have at most {MOST_COMBINATIONS} combinations; got {most}"
             inside.fault("space", f"{told}. Use fewer values, or method: random", "range")
             space = {key: [""] for key in space}
-    search = Search(
+    search = LotSearch(
         method=method,
         trials=inside.integer("trials", usual, least=1, most=most),
         seed=inside.integer("seed", 0, least=0, most=MOST_SEED),
@@ -148,11 +148,11 @@ def read_search(fields: Fields) -> Search | None:
     return search
 
 
-def _size(each: Sequence[Scalar] | Interval) -> int:
-    return int(each.high - each.low) + 1 if isinstance(each, Interval) else len(each)
+def _size(each: Sequence[Scalar] | ValueRange) -> int:
+    return int(each.high - each.low) + 1 if isinstance(each, ValueRange) else len(each)
 
 
-def _read_space(fields: Fields, method: str) -> dict[str, Sequence[Scalar] | Interval]:
+def _read_space(fields: Fields, method: str) -> dict[str, Sequence[Scalar] | ValueRange]:
     given = fields.mapping("space")
     if not 1 <= len(given) <= MOST_KEYS and fields.body.get("space") is not None:
         told = f"must have from 1 to {MOST_KEYS} keys; got {len(given)}"
@@ -161,7 +161,9 @@ def _read_space(fields: Fields, method: str) -> dict[str, Sequence[Scalar] | Int
     return {key: _read_one(fields, method, key, given[key]) for key in keys}
 
 
-def _read_one(fields: Fields, method: str, key: str, given: object) -> Sequence[Scalar] | Interval:
+def _read_one(
+    fields: Fields, method: str, key: str, given: object
+) -> Sequence[Scalar] | ValueRange:
     if not isinstance(given, dict):
         return read_values(fields, "space", key, given)
     check_key(fields, "space", key)
@@ -185,7 +187,7 @@ def _read_one(fields: Fields, method: str, key: str, given: object) -> Sequence[
     return found
 
 
-def _read_interval(fields: Fields, where: str, scale: str, given: object) -> Interval | None:
+def _read_interval(fields: Fields, where: str, scale: str, given: object) -> ValueRange | None:
     numbers = given if isinstance(given, list) else []
     if len(numbers) != 2 or any(isinstance(n, bool) or not _is_number(n) for n in numbers):
         fields.fault(where, "must be two numbers: the lowest and the highest value", "type")
@@ -199,7 +201,7 @@ def _read_interval(fields: Fields, where: str, scale: str, given: object) -> Int
     elif scale in ("int", "log_int") and not (float(low).is_integer() and float(high).is_integer()):
         fields.fault(where, f"must be whole numbers; got {low:g} and {high:g}", "type")
     else:
-        return Interval(scale=scale, low=low, high=high)
+        return ValueRange(scale=scale, low=low, high=high)
     return None
 
 
