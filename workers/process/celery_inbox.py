@@ -95,6 +95,20 @@ class QuietConsumer(Consumer):
         self._complaint = broker.Complaint(log, "Redis is away or refuses; trying again")
         super().__init__(*args, worker_options={**(worker_options or {}), **quiet}, **kw)
 
+    def connect(self) -> Any:
+        """Connect, and close a connection whose first commands Redis refuses.
+
+        Celery would forget that connection and leave it open, one for each try.
+        """
+        connection = self.connection_for_read(heartbeat=self.amqheartbeat)
+        try:
+            if self.hub:
+                connection.transport.register_with_event_loop(connection.connection, self.hub)
+        except Exception:
+            connection.close()
+            raise
+        return connection
+
     def ensure_connected(self, conn: Any) -> Any:
         connected = conn.ensure_connection(
             lambda error, _: self._complaint.say(error),

@@ -10,6 +10,7 @@ import sys
 import threading
 from itertools import takewhile
 
+import psutil
 import pytest
 import redis
 from kombu.exceptions import OperationalError
@@ -61,8 +62,10 @@ def _running(redis_url, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_received_message_is_not_stored_and_not_answered(servers, worker):
@@ -136,16 +139,22 @@ def test_worker_outlives_every_refusal_of_redis_and_hears_again(servers, tmp_pat
     sender = broker.make_celery("sender", servers.redis_url)
     with RefusingRedis(servers.redis_url) as proxy, _running(proxy.url, tmp_path) as worker:
         _hears(worker, sender, "begun")
+        begun = _connections(worker)
         for refusal in (each for each in EACH if "BRPOP" not in each.spared):
             with proxy.refusing(refusal):
                 proxy.wait_refused(2)
             _hears(worker, sender, refusal.name)
+        assert _connections(worker) <= begun, "each new try has closed the connection before it"
         with proxy.refusing(READONLY):
             proxy.wait_refused(2)
             worker.terminate()
             told = worker.communicate(timeout=90)[1]
     assert worker.returncode == 0, told
     assert "Redis is away or refuses" in told
+
+
+def _connections(worker):
+    return sum(one.status == "ESTABLISHED" for one in psutil.Process(worker.pid).net_connections())
 
 
 def _hears(worker, sender, word):
