@@ -816,7 +816,7 @@ def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
             return False
         _give_back(draft, back, task, rule)
         against = back[0].stay.id if back else None
-    devices = pool.best(lane, task.image_on, board.pinned())
+    devices = _best(board, task, lane)
     if not devices:
         return False
     because = {
@@ -830,6 +830,15 @@ def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
     if rule == "F3" and function_batches.may_lead(board, task, *devices):
         board.memory.leaders.append(task.id)
     return True
+
+
+def _best(board: Board, task: BoardTask, lane: Lane) -> list[str]:
+    """Choose the devices for a task; [] if too few are free."""
+    pool = board.pools[task.kind]
+    devices = pool.best(lane, task.image_on, board.pinned())
+    if board.leaving and (wanted := over_limit.places_to_take(board, task)):
+        return pool.instead(devices, lane, wanted)
+    return devices
 
 
 def _launch(
@@ -925,8 +934,9 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
             devices=stay.devices,
             against=task.id,
         )
-    pool = board.pools[task.kind]
-    devices = pool.best(lane, task.image_on, board.pinned())
+    devices = _best(board, task, lane)
+    # what the victims release, and this task did not take, may suit another one
+    draft.left_over |= not {id for one in victims for id in one.stay.devices}.issubset(devices)
     first = victims[0]
     because = {
         "F5": "Started: got back a device that is guaranteed to its tenant.",

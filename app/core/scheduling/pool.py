@@ -255,6 +255,23 @@ class Pool:
                 break
         return chosen
 
+    def instead(self, chosen: list[str], lane: Lane, wanted: Collection[str]) -> list[str]:
+        """Replace chosen devices by wanted ones that are free, suit the lane and are no larger.
+
+        A gang that was given devices near each other keeps them.
+        """
+        if lane.is_fraction or (lane.width > 1 and self.knows_locations):
+            return chosen
+        spare = sorted(
+            id for id in wanted if id in self.free and id not in chosen and self.takes(id, lane)
+        )
+        found = list[str]()
+        for id in chosen:
+            alike = (one for one in spare if self.open[one] <= self.open[id])
+            found.append(id if id in wanted else next(alike, id))
+            spare = [one for one in spare if one != found[-1]]
+        return found
+
     def _has_other(self, lane: Lane, pinned: Collection[str]) -> bool:
         """True if a device is free and empty, suits the lane, and no waiting task is pinned to
         it.

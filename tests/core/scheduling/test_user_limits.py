@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.core.model.lifecycle import Move
 from app.core.model.snapshot import Plan, Policy, Snapshot
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
@@ -17,6 +18,7 @@ LIMITS: list[dict[str, Any]] = [
     {"limit": {"*": 1}},
     {"most_running": 1},
 ]
+LARGE = 8_000_000_000
 GRAPHS = {
     "policy": Policy(half_life_s=0.0, sharers_max=4, tier_share={}),
     "tasks": {name: {"graph": True} for name in ("a", "a.2", "a2", "b")},
@@ -82,3 +84,32 @@ def test_graphs_of_a_user_with_a_limit_share_devices_as_before() -> None:
 def test_graph_beyond_the_limit_of_its_user_joins_no_other() -> None:
     drawn = island("b'", queue="a", **GRAPHS)
     assert ("a", "Launch") not in moves(plan(limited(drawn, user_of("a"), limit={"cpu": 0})))
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("cells", ["a/ .", "a! .", "a ."])
+def test_task_takes_the_place_of_one_that_is_leaving_if_both_exceed_the_limit(
+    cells: str, limits: dict[str, Any]
+) -> None:
+    """The pausing task holds its device until it is gone; with the free one a would hold two."""
+    drawn = island(cells, queue="a")
+    if cells == "a .":  # the second user of the tenant takes a turn
+        drawn = island(cells, queue="a2")
+        drawn = replace(drawn, tenants={"a": replace(drawn.tenants["a"], **limits)})
+    else:
+        drawn = limited(drawn, user_of("a"), **limits)
+    [launch] = [one for one in plan(drawn).decisions if one.move == Move.Launch]
+    assert launch.devices == ("d0",)
+
+
+def test_task_takes_the_free_device_if_the_limit_has_room_for_both() -> None:
+    drawn = limited(island("a/ .", queue="a"), user_of("a"), limit={"cpu": 2})
+    assert seats(plan(drawn)) == "d1: a.2"
+
+
+def test_larger_device_that_is_being_left_stays_for_a_task_that_needs_it() -> None:
+    drawn = island("a .", queue="a2 b", used={"b": 1000.0}, tasks={"b": {"memory_bytes": LARGE}})
+    small = replace(drawn.devices["d1"], memory_bytes=LARGE // 2)
+    drawn = replace(drawn, devices={**drawn.devices, "d1": small})
+    drawn.tenants["a"] = replace(drawn.tenants["a"], limit={"cpu": 1})
+    assert seats(plan(drawn)) == "d0: b  d1: a>a2"

@@ -1,15 +1,17 @@
 """Takes back, after a full slice, the devices that exceed a limit that was lowered (rule F4).
 
 No launch exceeds a limit, so a branch exceeds one only after a change of the limit, or of its place
-in the tree. The board records such branches (`Board.over`).
+in the tree. The board records such branches (`Board.over`). A task that is leaving its devices no
+longer counts, so the next task takes its place (`places_to_take`).
 """
 
 from __future__ import annotations
 
 from app.core.fairness.fair_tree import ALL, Branch
 from app.core.model.lifecycle import State
-from app.core.model.snapshot import TIERS
+from app.core.model.snapshot import TIERS, BoardTask
 from app.core.scheduling.board import Board
+from app.core.scheduling.reclaim.preemption import above
 from app.core.scheduling.stays import BoardStay
 
 
@@ -46,3 +48,48 @@ def _key(stay: BoardStay, over: dict[str, int]) -> tuple[bool, int, int, float, 
     task = stay.task
     started_s = task.started_s or 0.0
     return stay.lane.width > most, TIERS.index(task.tier), task.priority, -started_s, task.id
+
+
+def places_to_take(board: Board, task: BoardTask) -> set[str]:
+    """Return devices that a task should take before free ones, lest it exceed a limit for a while.
+
+    Tasks below the limit are leaving these devices, and hold them until they are gone. Empty if the
+    limit has room for the task beside them.
+    """
+    places = set[str]()
+    for branch in above(board.leaf(task)):
+        if branch.limit or branch.most_running is not None:
+            left = _left_below(board, branch)
+            if _exceeds_beside(branch, task, left):
+                places.update(left)
+    return places
+
+
+def _left_below(board: Board, branch: Branch) -> dict[str, BoardStay]:
+    """Return the devices that tasks of the branch are leaving, and that none of its other tasks has
+    yet; each with the stay that leaves it.
+    """
+    left = {id: board.stays[task] for id, task in board.leaving.items()}
+    heirs = {id: board.stays.get(board.seated.get(id, "")) for id in left}
+    return {
+        id: stay
+        for id, stay in left.items()
+        if _is_below(stay, branch) and not _is_below(heirs[id], branch)
+    }
+
+
+def _is_below(stay: BoardStay | None, branch: Branch) -> bool:
+    return stay is not None and stay.leaf.path[: branch.depth] == branch.path
+
+
+def _exceeds_beside(branch: Branch, task: BoardTask, left: dict[str, BoardStay]) -> bool:
+    """True if the branch would hold more than its limits with the task beside what is left."""
+    tasks = {stay.id for stay in left.values() if stay.leaving}
+    if branch.most_running is not None and branch.running + len(tasks) >= branch.most_running:
+        return True
+    of_kind = sum(stay.lane.kind == task.kind for stay in left.values())
+    return any(
+        branch.held[kind] + count + task.width > branch.limit[kind]
+        for kind, count in ((task.kind, of_kind), (ALL, len(left)))
+        if kind in branch.limit
+    )

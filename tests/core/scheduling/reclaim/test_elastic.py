@@ -190,10 +190,10 @@ def test_guaranteed_devices_are_not_lent() -> None:
 
 
 def test_limit_has_room_again_when_a_device_is_given_back() -> None:
-    """Tenant a may hold two and holds two; d2 is free, and still a gives one back for a2."""
+    """Tenant a may hold two and holds two: a gives one back for a2, which takes it."""
     limited = {"a": BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
     drawn = on(grown("a", "d0 d1"), task("a2"), devices=3, tenants=limited)
-    assert told(decide(drawn, now_s=NOW_S)) == ["a: d0", "a2: d2"]
+    assert told(decide(drawn, now_s=NOW_S)) == ["a: d0", "a2: d1"]
 
 
 def test_round_waits_for_a_resize_before_it_pauses_a_task() -> None:
