@@ -43,6 +43,7 @@ from app.core.model.provisions.searches import METHODS, MOST_BOUND, MOST_SEED, S
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
 from app.core.model.provisions.stop_rule import (
     GOALS,
+    MOST_KEEP,
     MOST_RUNGS,
     MOST_STEP,
     MOST_STOPPED,
@@ -610,7 +611,7 @@ _TASK = _object(
                         "type": "number",
                         "default": USUAL_KEEP,
                         "exclusiveMinimum": 0,
-                        "maximum": 0.9,
+                        "maximum": MOST_KEEP,
                         "description": "share of the members that goes on past a rung; 0.33 is a"
                         " third",
                     },

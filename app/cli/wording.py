@@ -157,6 +157,7 @@ def asked(verb: str, given: str, now: JSON) -> Text:
 _OF_ANY = {
     "retry": "what failed starts again. `roundhouse ps` counts it.",
     "at-once": "set. Members that run go on.",
+    "keep-best": "set. Members that are among the best now go on.",
     "keep": "it is kept with its checkpoints, however old it is. `roundhouse keep --release` lets "
     "it go.",
     "release": "it is no longer kept.",

@@ -12,7 +12,7 @@ kept or deleted; any other action is a Conflict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Select, func, select
@@ -141,6 +141,7 @@ def change_request(
     keep: bool | None = None,
     at_once: int | None = None,
     max_failures: int | None = None,
+    keep_best: float | None = None,
     by: str,
 ) -> None:
     """Change priority or labels, whether the request is kept, or the bounds of its lots.
@@ -155,8 +156,9 @@ def change_request(
         if request.state in ENDED:
             raise Conflict(f"the request is {request.state}, so its priority has no effect")
         _each(session, request, lambda task: _set(task, "priority", priority))
-    if at_once is not None or max_failures is not None:
-        _bound_lots(session, request, at_once, max_failures, by)
+    bounds = {"at_once": at_once, "max_failures": max_failures, "keep_best": keep_best}
+    if any(value is not None for value in bounds.values()):
+        _bound_lots(session, request, bounds, by)
     if priority is not None and reordered:
         request.priority = priority
         told = f"Priority set to {priority} by {by}."
@@ -170,22 +172,38 @@ def change_request(
 
 
 def _bound_lots(
-    session: Session, request: Request, at_once: int | None, max_failures: int | None, by: str
+    session: Session, request: Request, bounds: Mapping[str, float | None], by: str
 ) -> None:
-    """Change how many members of the request's lots may be unended, or how many may fail."""
+    """Change how many members of the request's lots may be unended, how many may fail, or which
+    share goes on past a rung.
+    """
     _check_live(request)
+    if (keep := bounds["keep_best"]) is not None:
+        _keep_best(session, request, keep)
     lots = _lots(session, session.scalars(_lots_of(request)).all())
     if not lots:
-        raise Conflict("the request has no lot, which at_once and max_failures are for")
-    changes_of = {"at_once": at_once, "failures_allowed": max_failures}
+        raise Conflict("the request has no lot, which at_once, max_failures and keep_best are for")
+    columns = {"at_once": bounds["at_once"], "failures_allowed": bounds["max_failures"]}
     for lot in lots:
-        for name, value in changes_of.items():
+        for name, value in columns.items():
             if value is not None:
                 setattr(lot, name, value)
-    said = {"at_once": at_once, "max_failures": max_failures}
-    what = " and ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+    what = " and ".join(f"{name} {value:g}" for name, value in bounds.items() if value is not None)
     _tell(session, request, None, "request.lot_changed", f"Set to {what} by {by}.")
     after_commit(session, outbox.nudge_control)
+
+
+def _keep_best(session: Session, request: Request, keep: float) -> None:
+    """Change the share that goes on past a rung; control decides anew about all results."""
+    mine = select(Task).where(Task.request_id == request.id, IS_LOT).order_by(Task.id)
+    locked = mine.with_for_update(key_share=True).execution_options(populate_existing=True)
+    found = [task for task in session.scalars(locked) if task.descriptor.get("stop")]
+    if not found:
+        raise Conflict("no lot of the request has the field stop, which keep_best is for")
+    for task in found:
+        rule = {**task.descriptor["stop"], "keep": keep}
+        task.descriptor = {**task.descriptor, "stop": rule}
+        rungs.decide_anew(session, task.id)
 
 
 def _lots_of(request: Request) -> Select[str]:
@@ -254,11 +272,11 @@ def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None
 def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
     """Resume the task; a member that lost at a rung passes it, and goes on when there is room."""
     _check_live(task)
+    release = _unless_at_rung(lambda task: _wish_release(task, as_admin), task)
+    changed = _one(session, task, release)
     if task.lot_index is not None and task.descriptor.get("stop"):
         rungs.let_pass(session, task)
         after_commit(session, outbox.nudge_control)
-    release = _unless_at_rung(lambda task: _wish_release(task, as_admin), task)
-    changed = _one(session, task, release)
     if _forgive(session, [task.id] if task.lot_id == task.id else ()) or changed:
         _tell(session, task, task, "task.release_asked", f"Resumed by {by}.")
 

@@ -294,7 +294,7 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 )
 def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
     """Changes the priority, which counts within the tenant.  `labels` replaces all labels.
-    `at_once` and `max_failures` change its lots.
+    `at_once`, `max_failures` and `keep_best` change its lots.
 
     A request with `keep` is not deleted, however old it is, and neither are its checkpoints.  A
     tenant keeps a limited number of requests (409 `quota-exceeded`).

@@ -25,6 +25,7 @@ from app.api.schemas.base import (
 )
 from app.api.schemas.tasks import NeedOut, TaskOut
 from app.core.model.provisions.lots import MOST_AT_ONCE, MOST_MEMBERS
+from app.core.model.provisions.stop_rule import MOST_KEEP
 
 
 class RequestPatch(In):
@@ -42,6 +43,13 @@ class RequestPatch(In):
     )
     max_failures: int | None = Field(
         None, ge=0, le=MOST_MEMBERS, description="More failures hold its lots."
+    )
+    keep_best: float | None = Field(
+        None,
+        gt=0,
+        le=MOST_KEEP,
+        description="Share of the members that goes on past a rung, of its lots with `stop`. A "
+        "higher one lets paused members go on.",
     )
 
 

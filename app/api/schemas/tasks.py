@@ -187,8 +187,9 @@ class TaskOut(Out):
     phase: PhaseWord = Field(description=PHASE_TEXT)
     hold: str = Field(
         "",
-        description="Who paused the task: empty, `user`, `admin`, `idle` for an idle session, or "
-        "`rule` for a rule of `retry`.",
+        description="Who paused the task: empty, `user`, `admin`, `idle` for an idle session, "
+        "`rule` for a rule of `retry`, `rung` for a rung of `stop`, or `promoted`: it goes on past "
+        "a rung when `at_once` leaves room.",
     )
     cancel_asked: bool = False
     island: str | None = None

@@ -70,6 +70,23 @@ def bound_members(
     _each(ctx, "at-once", [id], lambda client, path: client.patch(path, {"at_once": most}), output)
 
 
+@app.command("keep-best", rich_help_panel=WORK)
+def keep_best(
+    ctx: typer.Context,
+    id: Which,
+    share: Annotated[float, typer.Argument(help="share of the members, such as 0.5")],
+    output: Format = Output.table,
+) -> None:
+    """Set which share of a lot's members goes on past a rung; a higher one wakes paused ones."""
+    _each(
+        ctx,
+        "keep-best",
+        [id],
+        lambda client, path: client.patch(path, {"keep_best": share}),
+        output,
+    )
+
+
 @app.command(rich_help_panel=WORK)
 def keep(
     ctx: typer.Context,

@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import Select, func, select, text, update
 from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import ENDED, NOT_STARTED, State
-from app.core.model.provisions.stop_rule import rule_in
+from app.core.model.provisions.stop_rule import StopRule, rule_in
 from app.core.model.rungs import HELD_AT_RUNG, PROMOTED, RungValue, Standings
 from app.core.units import counted
 from app.db import transactions
@@ -58,15 +58,19 @@ def let_pass(session: Session, task: Task) -> None:
     session.execute(mine.values(passed=True).execution_options(synchronize_session=False))
 
 
+def decide_anew(session: Session, lot: str) -> None:
+    """Let control look again at all results of a lot, whose rule has changed."""
+    mine = update(RungResult).where(RungResult.lot_id == lot)
+    session.execute(mine.values(is_decided=False).execution_options(synchronize_session=False))
+
+
 def places_told(session: Session, tasks: Iterable[Task]) -> dict[str, str]:
     """Say why these members rest at their rungs, by id."""
     by_lot, found = defaultdict[str, list[Task]](list), {}
     for task in tasks:
         by_lot[str(task.lot_id)].append(task)
     for lot, members in by_lot.items():
-        rule, results = rule_in(members[0].descriptor), _results(session, lot)
-        if rule is None:
-            continue
+        rule, results = _rule_of(session, lot), _results(session, lot)
         ranks = Standings.of(rule, map(_value, results))
         at = {(row.task_id, row.rung): row for row in results}
         for task in members:
@@ -74,6 +78,13 @@ def places_told(session: Session, tasks: Iterable[Task]) -> dict[str, str]:
                 what = "Stopped" if task.state in ENDED else "Paused"
                 found[task.id] = f"{what} {reached(ranks, at[task.id, lost])}"
     return found
+
+
+def _rule_of(session: Session, lot: str) -> StopRule:
+    """Return the rule of a lot; that of a member may be older."""
+    rule = rule_in(session.scalars(select(Task.descriptor).where(Task.id == lot)).one())
+    assert rule is not None, lot
+    return rule
 
 
 def _results(session: Session, lot: str) -> Sequence[RungResult]:
@@ -96,16 +107,21 @@ def decide(session: Session) -> bool:
     The row of a lot is locked, and then its members as far as they are free: whoever has one is
     waited for at the next look.
     """
+    lots = session.scalars(_lots_to_decide()).all()
+    return sum([_decide(session, lot.id) for lot in lots]) == LOTS_AT_ONCE
+
+
+@cache
+def _lots_to_decide() -> Select[Lot]:
+    """Return the query for lots with new results, built once, as control asks every second."""
     new = select(RungResult.lot_id).where(~RungResult.is_decided)
     query = select(Lot).where(Lot.id.in_(new)).order_by(Lot.id).limit(LOTS_AT_ONCE)
-    lots = session.scalars(query.with_for_update(of=Lot, skip_locked=True)).all()
-    return sum([_decide(session, lot.id) for lot in lots]) == LOTS_AT_ONCE
+    return query.with_for_update(of=Lot, skip_locked=True)
 
 
 def _decide(session: Session, lot: str) -> bool:
     """Decide about the new results of a lot; False if some of its members are locked."""
-    rule = rule_in(session.scalars(select(Task.descriptor).where(Task.id == lot)).one())
-    assert rule is not None, lot
+    rule = _rule_of(session, lot)
     rows = defaultdict[str, list[RungResult]](list)
     results = _results(session, lot)
     for row in results:

@@ -617,6 +617,24 @@ class TestRungs:
         reach(session, members(session)[1], (12, 0.5), (30, 0.4))
         assert holds(session)[1] == ""  # the first at the second rung: it counts there
 
+    def test_higher_share_lets_losers_go_on(self, session, submit, red):
+        id = submit(array={"count": 4, "at_once": 2}, stop=STOP)
+        look(session)
+        reach(session, members(session)[0], (10, 0.1))
+        end(session, members(session)[0])
+        look(session)
+        for n, loss in ((1, 0.5), (2, 0.9)):
+            reach(session, members(session)[n], (10, loss), rests=True)
+        assert holds(session) == {0: "", 1: "rung", 2: "rung", 3: ""}
+        problem(red.patch(f"/v1/requests/{id}", json={"keep_best": 1}), 422, "validation-error")
+        assert red.patch(f"/v1/requests/{id}", json={"keep_best": 0.7}).status_code == 200
+        look(session)
+        assert holds(session) == {0: "", 1: "", 2: "rung", 3: ""}
+
+    def test_share_of_a_lot_without_rungs_cannot_change(self, submit, red):
+        id = submit(array={"count": 4})
+        problem(red.patch(f"/v1/requests/{id}", json={"keep_best": 0.5}), 409, "conflict-state")
+
     def test_pause_and_resume_of_the_request_wake_no_loser(self, session, submit, red):
         id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
         look(session)

@@ -20,7 +20,7 @@ GOALS = ("min", "max")
 MOST_RUNGS = 16
 MOST_STEP = 2**53
 MOST_STOPPED = 1000  # members of a lot with a rule: control reads all their results at once
-USUAL_KEEP = 0.33
+USUAL_KEEP, MOST_KEEP = 0.33, 0.9
 _METRIC = re.compile(r"[^\0-\x1f]{1,100}")
 _SHARES = 10  # 0.33 means a third: so do shares near fractions with a denominator up to this
 _NEAR = Fraction(1, 200)
@@ -94,7 +94,7 @@ def read_stop(fields: Fields, *, run_kind: str) -> StopRule | None:
         metric=inside.text("metric", "loss", _METRIC, "a name of 1 to 100 characters"),
         goal=inside.one_of("goal", GOALS, "min"),
         rungs=rungs,
-        keep=inside.number("keep", USUAL_KEEP, above=0, most=0.9),
+        keep=inside.number("keep", USUAL_KEEP, above=0, most=MOST_KEEP),
     )
     inside.close()
     return rule
