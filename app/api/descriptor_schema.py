@@ -712,10 +712,12 @@ SCHEMA = {
                 {
                     "webhook": {
                         "type": "string",
-                        "description": "http(s) URL that is called when the request ends",
+                        "description": "http(s) URL that is called when the request ends, or when"
+                        " a lot of it is held",
                     },
                     "on": _texts(
-                        "ends for which it is called: done, failed, cancelled; default: all"
+                        "for what it is called: done, failed, cancelled (the default: each end),"
+                        " and held: more members of a lot failed than `max_failures` allows"
                     ),
                 }
             ),

@@ -1,9 +1,9 @@
-"""Handles webhooks: messages about ends of requests, kept until they are delivered or given up.
+"""Handles webhooks: messages about requests, kept until they are delivered or given up.
 
-A message is written by `announce` in the transaction that ends the request, so it exists if and
-only if the request has ended. Control takes it (`take`), sends it outside any transaction, and
-records the result (`record`). The sender that takes a message has a lease on it. If the sender
-dies, the next one sends the message again with the same id: at-least-once delivery.
+A message is written by `announce` in the transaction that ends the request, or that holds its lot,
+so it exists if and only if that has happened. Control takes it (`take`), sends it outside any
+transaction, and records the result (`record`). The sender that takes a message has a lease on it.
+If the sender dies, the next one sends the message again with the same id: at-least-once delivery.
 `core.webhooks.retries` decides when a message is sent again.
 
 A webhook without an address of its own stands for the addresses that requests of its tenant name in
@@ -16,7 +16,7 @@ import base64
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -26,6 +26,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 from standardwebhooks import Webhook as Signer
 
+from app.core.model.descriptor import HELD
 from app.core.webhooks import message_bodies, retries
 from app.core.webhooks.message_bodies import TaskEnd
 from app.core.webhooks.retries import AttemptAnswer, Verdict
@@ -68,10 +69,21 @@ _TOLD = text(
 
 def announce(session: Session, ended: Sequence[str]) -> None:
     """Write a message to each address that wants the end of one of these requests."""
-    rows = [row for row in session.execute(_TOLD, {"ids": list(ended)}) if _wanted(row)]
+    rows = session.execute(_TOLD, {"ids": list(ended)}).all()
+    _write(session, [(row, row.state) for row in rows], {})
+
+
+def announce_held(session: Session, request: str, message: str) -> None:
+    """Write a message to each address that wants to know that a lot of the request is held."""
+    rows = session.execute(_TOLD, {"ids": [request]}).all()
+    _write(session, [(row, HELD) for row in rows], {"message": message})
+
+
+def _write(session: Session, told: Sequence[tuple[Any, str]], more: Mapping[str, str]) -> None:
+    rows = [(row, f"request.{what}") for row, what in told if _wanted(row, what)]
     if not rows:
         return
-    ends = _ends(session, {row.id for row in rows})
+    ends = _ends(session, {row.id for row, _ in rows})
     session.add_all(
         Delivery(
             id=new_id("msg"),
@@ -79,19 +91,21 @@ def announce(session: Session, ended: Sequence[str]) -> None:
             tenant_id=row.tenant_id,
             request_id=row.id,
             url=row.url or row.notify["webhook"],
-            type=f"request.{row.state}",
+            type=type_,
             body=message_bodies.message_body(
-                f"request.{row.state}", row.ended_at, _data(row, ends[row.id])
+                type_,
+                row.ended_at or transactions.now(session),
+                {**_data(row, ends[row.id]), **more},
             ),
         )
-        for row in rows
+        for row, type_ in rows
     )
 
 
-def _wanted(row: Any) -> bool:
+def _wanted(row: Any, what: str) -> bool:
     if row.url is None:
-        return message_bodies.wants(row.notify, row.state)
-    return f"request.{row.state}" in row.events
+        return message_bodies.wants(row.notify, what)
+    return f"request.{what}" in row.events
 
 
 def _ends(session: Session, ids: set[str]) -> dict[str, list[TaskEnd]]:
@@ -112,7 +126,7 @@ def _data(row: Any, ends: Sequence[TaskEnd]) -> dict[str, Any]:
         "tenant_id": row.tenant_id,
         "labels": row.labels,
         "submitted_at": row.submitted_at.isoformat(),
-        "ended_at": row.ended_at.isoformat(),
+        "ended_at": row.ended_at.isoformat() if row.ended_at is not None else None,
         **message_bodies.count_ends(ends),
     }
 

@@ -37,7 +37,7 @@ router = v1_router("webhooks")
 MOST = 20  # most addresses per tenant
 OVERLAP_S = 86_400.0  # seconds that an old secret still signs besides the new one, by default
 
-EventType = Literal["request.done", "request.failed", "request.cancelled"]
+EventType = Literal["request.done", "request.failed", "request.cancelled", "request.held"]
 DeliveryState = Literal["pending", "delivered", "given_up"]
 
 _ID, _TENANT = "whk_0192f0c1b7e97d3e9a4c5b6d7e8f9a20", "ten_0192f0c1b7e97d3e9a4c5b6d7e8f9a01"

@@ -250,11 +250,13 @@ def add_webhook(
     url: Annotated[str, typer.Argument(metavar="URL", help="a public http or https address")],
     on: Annotated[
         list[str] | None,
-        typer.Option("--on", help="outcomes: done, failed, cancelled; repeatable; default: all"),
+        typer.Option(
+            "--on", help="done, failed, cancelled, or held for a lot; repeatable; default: all"
+        ),
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Add a webhook, called when requests end; prints its secret, once."""
+    """Add a webhook, called when requests end or lots are held; prints its secret, once."""
     body: JSON = {"url": url} | ({"events": [f"request.{end}" for end in on]} if on else {})
     with root_command.connect_once(ctx) as client:
         made = client.post("/v1/webhooks", body)

@@ -67,6 +67,8 @@ JSON = dict[str, Any]
 
 TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
+HELD = "held"  # a lot makes no more members, since too many failed
+TOLD = (*ENDS, HELD)  # what webhooks may tell of a request
 RUNS = ("job", "function", "command", "graph")
 # Values of `isolation`: a function that shares its process with no other function, and one that
 # shares it with all requests of its user.  The default is to share it within its request.
@@ -705,7 +707,7 @@ def _notify(fields: Fields) -> Notify | None:
     inside.require("webhook")
     notify = Notify(
         webhook=inside.text("webhook", "", _URL, "an http or https address"),
-        on=inside.texts("on", re.compile("|".join(ENDS)), f"of {', '.join(ENDS)}") or ENDS,
+        on=inside.texts("on", re.compile("|".join(TOLD)), f"of {', '.join(TOLD)}") or ENDS,
     )
     inside.close()
     return notify

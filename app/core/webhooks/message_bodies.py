@@ -1,4 +1,4 @@
-"""Makes the bodies of webhook messages, and decides which ends of requests they tell.
+"""Makes the bodies of webhook messages, and decides what they tell of requests.
 
 The format follows Standard Webhooks (https://www.standardwebhooks.com), version 1.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from app.core.model.descriptor import ENDS
+from app.core.model.descriptor import ENDS, TOLD
 
-TYPES = tuple(f"request.{end}" for end in ENDS)
+TYPES = tuple(f"request.{what}" for what in TOLD)
 TEST = "webhook.test"
 
 MESSAGE_LENGTH = 500  # most characters of a failed task's message
@@ -45,8 +45,6 @@ def count_ends(ends: Sequence[TaskEnd]) -> dict[str, Any]:
     return found
 
 
-def wants(notify: Mapping[str, Any] | None, state: str) -> bool:
-    """True if a request's `notify` field, as it was submitted, asks for a message about this
-    end.
-    """
-    return notify is not None and state in (notify.get("on") or ENDS)
+def wants(notify: Mapping[str, Any] | None, what: str) -> bool:
+    """True if a request's `notify` field, as it was submitted, asks for a message about this."""
+    return notify is not None and what in (notify.get("on") or ENDS)

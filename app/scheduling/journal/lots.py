@@ -32,7 +32,7 @@ from app.core.units import counted
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Lot, Need, Task
-from app.messaging import outbox
+from app.messaging import outbox, webhooks
 from app.scheduling.journal import rungs, task_writer
 from app.scheduling.round_notes import notes_of
 
@@ -219,6 +219,7 @@ def _tell_held(session: Session, lot: Lot, member: Task) -> None:
     data = {"task": member.name.rpartition(".")[0]}
     event = {**owner, "type": "task.held", "message": told, "data": data}
     notes_of(session).events.append(event)
+    webhooks.announce_held(session, member.request_id, f"{data['task']}: {told}")
     task_writer.note_change(session, member)
 
 

@@ -396,7 +396,12 @@ def made(admin):
 class TestRoutes:
     def test_the_secret_is_shown_once(self, admin, made):
         assert made["secret"].startswith("whsec_")
-        assert made["events"] == ["request.cancelled", "request.done", "request.failed"]
+        assert made["events"] == [
+            "request.cancelled",
+            "request.done",
+            "request.failed",
+            "request.held",
+        ]
         for path in ("/v1/webhooks", f"/v1/webhooks/{made['id']}", "/v1/audit-events"):
             answer = admin.get(path)
             assert answer.is_success

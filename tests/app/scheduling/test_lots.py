@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from app.api.access import auth
 from app.core.model.protocol import messages
 from app.core.model.protocol.messages import Alive, Failed, Finished, ResidentView
 from app.db.models import (
+    Delivery,
     Device,
     Host,
     Island,
@@ -252,6 +254,25 @@ class TestBounds:
         red.post(f"/v1/requests/{id}/release")
         look(session)
         assert len(members(session, "blocked")) == 2
+
+    def test_lot_that_is_held_is_told_to_its_webhook_once(self, session, submit, red):
+        red_body = {"webhook": "https://hooks.example.org/", "on": ["held"]}
+        lot = {"name": "lot", "run": {"command": ["true"]}}
+        lot["array"] = {"count": 9, "at_once": 3, "max_failures": 1}
+        answer = red.post("/v1/requests", json={"tasks": [lot], "notify": red_body})
+        assert answer.status_code == 202, answer.text
+        look(session)
+        for _ in range(3):
+            end(session, members(session, "blocked")[0], fails=True)
+        [sent] = session.scalars(select(Delivery)).all()
+        assert sent.type == "request.held"
+        data = json.loads(sent.body)["data"]
+        assert (data["id"], data["state"], data["ended_at"]) == (
+            answer.json()["id"], "running", None,
+        )  # fmt: skip
+        assert data["message"].startswith(
+            "lot: 2 members failed, more than max_failures allows (1)"
+        )
 
     def test_paused_lot_makes_no_member_and_pauses_those_that_it_has(self, session, submit, red):
         id = submit(array={"count": 9, "at_once": 2})
