@@ -91,7 +91,7 @@ _SHARE = {
 }
 _FAIR_SHARE = {
     "at": _AT,
-    "verdict": "1 of 2 devices in use by you. 3 tasks queued.",
+    "verdict": "1 of 2 devices in use by you. 3 tasks wait.",
     "tenants": [{**_SHARE, "id": example_of(TenantOut)["id"], "parent_id": None}],
     "others": {**_SHARE, "id": "", "parent_id": None, "tenant": "others", "kinds": []},
 }

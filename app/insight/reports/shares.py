@@ -431,7 +431,7 @@ def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
     """
     devices = sum(kind.devices for kind in share.kinds)
     if not devices:
-        return f"No device takes work now. {_queued_tasks(share.waiting)}."
+        return f"No device takes work now. {_waiting_tasks(share.waiting)}."
     if not share.held and not share.waiting:
         entitled = sum(kind.by_weight for kind in share.kinds)
         return (
@@ -441,7 +441,7 @@ def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
         )
     return (
         f"{share.held} of {counted(devices, 'device')} in use by you. "
-        f"{_queued_tasks(share.waiting)}.{_so(share, shares)}"
+        f"{_waiting_tasks(share.waiting)}.{_so(share, shares)}"
     )
 
 
@@ -510,7 +510,7 @@ def verdict_of_all(shares: Sequence[TenantShare]) -> str:
     held, waiting = sum(share.held for share in tops), sum(share.waiting for share in tops)
     busy = sum(1 for share in shares if share.held or share.waiting)
     tenants = f"{busy} of {counted(len(shares), 'tenant')} {'has' if busy == 1 else 'have'} work"
-    return f"{held} of {counted(devices, 'device')} in use. {tenants}. {_queued_tasks(waiting)}."
+    return f"{held} of {counted(devices, 'device')} in use. {tenants}. {_waiting_tasks(waiting)}."
 
 
 def number(value: float) -> str:
@@ -518,5 +518,8 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _queued_tasks(waiting: int) -> str:
-    return f"{counted(waiting, 'task')} queued" if waiting else "No task is queued"
+def _waiting_tasks(waiting: int) -> str:
+    """Count queued and preempted tasks together."""
+    if not waiting:
+        return "No task waits"
+    return f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'}"

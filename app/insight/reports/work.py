@@ -396,6 +396,7 @@ class KeptCheckpoint:
     size_bytes: int
     created_at: datetime
     damaged: bool
+    of_command: bool  # holds files of its working folder, and no tensors
 
 
 def checkpoints(
@@ -405,7 +406,7 @@ def checkpoints(
     those of these.
     """
     query = (
-        select(Checkpoint, Task.name)
+        select(Checkpoint, Task.name, Task.descriptor["run"].has_key("command"))
         .join(Task, Task.id == Checkpoint.task_id)
         .where(_shown(request, members), Checkpoint.deleted_at.is_(None))
         .order_by(Checkpoint.id.desc())
@@ -419,8 +420,9 @@ def checkpoints(
             size_bytes=row.size_bytes,
             created_at=row.created_at,
             damaged=row.damaged_at is not None,
+            of_command=of_command,
         )
-        for row, name in session.execute(query)
+        for row, name, of_command in session.execute(query)
     ]
 
 

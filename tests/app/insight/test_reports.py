@@ -113,7 +113,7 @@ class TestFairShare:
         assert reports.others([], "nobody").kinds == ()
         assert (
             reports.verdict_of_all([])
-            == "0 of 0 devices in use. 0 of 0 tenants have work. No task is queued."
+            == "0 of 0 devices in use. 0 of 0 tenants have work. No task waits."
         )
 
 
@@ -130,12 +130,12 @@ def one_kind(id, *, devices=2, fair=1.0, held=0, waiting=0, score=0.0):
 @pytest.mark.parametrize(
     ("devices", "fair", "held", "waiting", "said"),
     [
-        (2, 1.0, 1, 3, "1 of 2 devices in use by you. 3 tasks queued."),
-        (3, 1.0, 1, 0, "1 of 3 devices in use by you. No task is queued."),
+        (2, 1.0, 1, 3, "1 of 2 devices in use by you. 3 tasks wait."),
+        (3, 1.0, 1, 0, "1 of 3 devices in use by you. No task waits."),
         (2, 0.0, 0, 0, "Nothing of yours runs or is queued. By weight, 0.67 of 2 devices are "
             "yours, plus idle devices of others."),
-        (0, 0.0, 0, 3, "No device takes work now. 3 tasks queued."),
-        (0, 0.0, 0, 0, "No device takes work now. No task is queued."),
+        (0, 0.0, 0, 3, "No device takes work now. 3 tasks wait."),
+        (0, 0.0, 0, 0, "No device takes work now. No task waits."),
     ],
 )  # fmt: skip
 def test_the_verdict_says_what_is_in_use_and_queued(devices, fair, held, waiting, said):
@@ -171,7 +171,7 @@ def test_verdict_compares_faded_usage_like_the_scheduler(waiting, score, held, s
     if said is None:
         assert told.startswith("Nothing of yours runs or is queued")
     else:
-        assert told.endswith(f"queued.{said}")
+        assert told.removesuffix(said).endswith((" wait.", " waits."))
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_only_other_tenants_with_work_count(rivals, said):
     used = sum(held for _, held, _, _ in rivals)
     mine = one_kind("t", held=2 - used, waiting=1, score=10)
     rest = [one_kind(id, held=held, waiting=wait, score=score) for id, held, wait, score in rivals]
-    assert reports.verdict(mine, [mine, *rest]).endswith(f" 1 task queued.{said}")
+    assert reports.verdict(mine, [mine, *rest]).endswith(f" 1 task waits.{said}")
 
 
 def test_others_run_next_only_if_a_task_of_theirs_is_queued():
     mine = one_kind("t", fair=1.0, held=2, score=20)
     idle = one_kind("idle", fair=1.0, held=0, waiting=0, score=5)
-    assert reports.verdict(mine, [mine, idle]).endswith(" No task is queued.")
+    assert reports.verdict(mine, [mine, idle]).endswith(" No task waits.")
 
 
 class TestQueue:
@@ -290,7 +290,7 @@ class TestTree:
         scenery.task(x)
         shares = {share.tenant: share for share in reports.fair_share(session, now)}
         told = reports.verdict(shares["x"], list(shares.values()))
-        assert told == f"0 of 2 devices in use by you. 1 task queued.{YOURS}"
+        assert told == f"0 of 2 devices in use by you. 1 task waits.{YOURS}"
 
 
 class TestDevices:

@@ -455,6 +455,7 @@ def _shown(nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> list[Path]:
         *(sysconfig.get_paths()[p] for p in ("stdlib", "purelib")),
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
+    wanted += sorted(Path("/etc").glob("java-*"))  # Debian links the settings of Java to there
     wanted += sorted(Path(p) for p in python)
     wanted.append(Path(__file__).parents[2])  # ranks of a command import it again
     wanted = [step for path in wanted for step in _steps_to(path)]

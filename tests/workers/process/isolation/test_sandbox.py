@@ -87,6 +87,14 @@ def test_process_can_run_a_program(found):
     assert found["shell"] == "hi\n"
 
 
+def test_settings_of_java_are_shown():
+    """Debian keeps them in /etc, and Java reads them before it opens a connection."""
+    settings = {*Path("/etc").glob("java-*")}
+    if not settings:
+        pytest.skip("there is no Java here")
+    assert settings <= {*sandbox._shown((), ())}
+
+
 def test_process_can_gain_no_privileges(found):
     walls, status = found["walls"], found["status"]
     if "privileges" in walls:
