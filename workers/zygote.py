@@ -53,7 +53,9 @@ _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 def main(fd: int, lock_fd: int) -> NoReturn:
     sandbox.die_with_parent()
     import_what_jobs_need()
-    serve(fd, lock_fd)
+    must_have_one_thread()
+    keep_pages_shared()
+    serve(Wire(socket.socket(fileno=fd)), lock_fd)
 
 
 def import_what_jobs_need() -> None:
@@ -75,13 +77,12 @@ def import_what_jobs_need() -> None:
     workers.residents.entry.put_own_modules_last()
 
 
-def serve(fd: int, lock_fd: int) -> NoReturn:
-    """Serve the supervisor at the other end of `fd`, until the supervisor is gone."""
-    wire = Wire(socket.socket(fileno=fd))
-    _must_have_one_thread()
-    records = _ready(wire, sys.modules["torch"].__version__)
-    keep_pages_shared()
-    _serve(wire, lock_fd, records)
+def serve(wire: Wire, lock_fd: int) -> NoReturn:
+    """Serve the supervisor at the other end of the wire, until the supervisor is gone."""
+    if (records := _ready(wire, sys.modules["torch"].__version__)) is not None:
+        gc.collect()
+        gc.freeze()
+        _serve(wire, lock_fd, records)
     os._exit(0)
 
 
@@ -93,16 +94,20 @@ def keep_pages_shared() -> None:
     _lay_on_huge_pages()
 
 
-def _must_have_one_thread() -> None:
+def must_have_one_thread() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         sys.stderr.write(f"the zygote has {threads} threads; a fork loses all but one of them\n")
 
 
-def _ready(wire: Wire, torch_version: str) -> Path:
-    """Report which sandbox layers work here; return the folder for the records of residents."""
+def _ready(wire: Wire, torch_version: str) -> Path | None:
+    """Report which sandbox layers work here; return the folder for the records of residents, or
+    None if the supervisor is gone.
+    """
     wire.wait()
-    (begin,) = wire.receive()
+    if not (messages := wire.receive()):
+        return None
+    (begin,) = messages
     probe = begin["probe"]
     walls, missing = sandbox.try_out(_room(probe)) if probe else ([], {})
     told = {"torch": torch_version, "walls": walls, "missing": missing, "unwatched": _unwatched()}

@@ -59,7 +59,8 @@ class Residents:
         self.trust = Trust()
         self.trust.extend(2**62)
         self.born = 0
-        said = next_said(self.zygote.wire)
+        while (said := next_said(self.zygote.wire))["is"] == "forked":
+            self.zygote.forked(said["pid"], self.zygote.wire.fds.pop(0))
         assert said["is"] == "ready"
         self.walls = said["walls"]
 

@@ -28,6 +28,7 @@ from tests.processes import children, runs
 from tests.warm_processes import ROOT, Forked, Forks, Warm, fork_of, run_program, show_as
 from workers.device.processes import zygote_handle
 from workers.process.isolation.sandbox import Room
+from workers.process.wire import Wire
 
 Start = Callable[[int, int, Mapping[str, str]], "Forked | subprocess.Popen[bytes]"]
 
@@ -127,7 +128,7 @@ def _become_zygote(given: list[int], tell: int, works_for: set[bytes]) -> NoRetu
         os.dup2(err, 2)
         zygote.close_all_but({0, 1, 2, fd, lock_fd, tell})
         _try_out_once(tell, works_for)
-        zygote.serve(fd, lock_fd)
+        zygote.serve(Wire(socket.socket(fileno=fd)), lock_fd)
     except BaseException as error:
         sys.stderr.write(f"a forked zygote ended: {type(error).__name__}: {error}\n")
         sys.stderr.flush()

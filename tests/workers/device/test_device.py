@@ -589,6 +589,31 @@ def test_dead_zygote_is_replaced_and_its_residents_are_lost(rigs):
     rig.event(Finished, "t1", 2)
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
+def test_devices_of_a_worker_share_what_their_zygotes_import_and_nothing_else(rigs, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir(mode=0o755)
+    first, second = rigs(), rigs(home=other)
+    for rig in (first, second):
+        rig.launch("t1", "jobs:Count")
+        rig.steps("t1", 2)
+    here, there = (rig.supervisor.spawner.zygote.process for rig in (first, second))
+    host = psutil.Process(here.pid).parent()
+    assert host == psutil.Process(there.pid).parent()
+    for process in (here, there):  # most pages are those of the host zygote
+        memory = psutil.Process(process.pid).memory_full_info()
+        assert memory.uss < memory.rss / 4
+    here.kill()  # ends the residents of its own device only
+    first.until(lambda: first.view("t1") is None)
+    ran = second.view("t1").step
+    second.steps("t1", ran + 2)
+    host.kill()  # a new one is started
+    second.until(lambda: second.view("t1") is None)
+    for rig in (first, second):
+        rig.launch("t1", "jobs:Count", epoch=2, params={"steps": 3})
+        rig.event(Finished, "t1", 2)
+
+
 def test_a_zygote_that_dies_before_it_forked_a_resident_is_replaced(rigs):
     rig = rigs()
     zygote = rig.supervisor.spawner.zygote.process

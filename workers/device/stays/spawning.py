@@ -203,6 +203,8 @@ class Spawner:
         wire = self.zygote.wire
         for message in wire.receive():
             match message["is"]:
+                case "forked":
+                    self.zygote.forked(message["pid"], wire.fds.pop(0))
                 case "ready":
                     self._zygote_ready(message)
                 case "spawned":

@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -361,12 +362,21 @@ def _platform_paths() -> str:
     return "".join(f"{path}\n" for path in paths)
 
 
-@cache
 def interpreters() -> Mapping[str, Path]:
     """Return the interpreters of this host by version, the platform's among them.
 
-    Raises workers.process.uv.NoUv.
+    All devices of a worker ask for them when they start; the search, which may start dozens of
+    programs, is made once. Raises workers.process.uv.NoUv.
     """
+    with _search:
+        return _interpreters()
+
+
+_search = threading.Lock()
+
+
+@cache
+def _interpreters() -> Mapping[str, Path]:
     found = {PLATFORM_PYTHON: Path(sys.base_prefix) / "bin" / f"python{PLATFORM_PYTHON}"}
     how = ["--only-installed", "--offline", "--no-python-downloads", "--output-format", "json"]
     asked = subprocess.run(
