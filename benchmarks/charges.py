@@ -98,6 +98,24 @@ def strategies(devices: int) -> dict[str, Strategy]:
         "tenths that end before their slices": Strategy(work_s=0.7, choices=("%100",)),
         "gangs of all devices": Strategy(count=3, more={"width": devices}),
         "sessions of the highest priority": Strategy(count=2 * devices, more={"priority": 100}),
+        "imports of 3 s in a tenth of a device": Strategy(
+            work_s=0.05, choices=("%100",), costs=replace(USUAL, start_s=3.0)
+        ),
+        "imports of 3 s in gangs of all devices": Strategy(
+            work_s=0.05, more={"width": devices}, costs=replace(USUAL, start_s=3.0)
+        ),
+        "cancelled in the middle of an install of 20 s": Strategy(
+            work_s=60.0, costs=replace(USUAL, start_s=20.0), cancel_s=10.0
+        ),
+        "a tenth with half the memory": Strategy(
+            count=2 * devices, choices=("%100",), more={"memory_bytes": MEMORY_BYTES // 2 + 1}
+        ),
+        "two parts of 0.4 on each device by label": Strategy(
+            count=4 * devices, choices=tuple(f"+n{n},%400" for n in range(devices))
+        ),
+        "tenths by label that follow each other": Strategy(
+            work_s=0.3, choices=tuple(f"+n{n},%100" for n in range(devices))
+        ),
     }
 
 
