@@ -32,12 +32,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from app.core.explanation.estimator import Estimate, History, RuntimeCurve, Unknown
+from app.core.fairness.fair_tree import above
 from app.core.model.lifecycle import Move, State
 from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, Plan, Policy
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
-from app.core.scheduling.reclaim.preemption import above
 from app.core.simulation.simulator import Arrival, Costs, World
 from app.core.simulation.trace import read
 from app.insight import forecast

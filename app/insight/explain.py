@@ -29,7 +29,7 @@ from sqlalchemy.orm import Session
 from app.core.explanation import waiting_reasons as says
 from app.core.explanation.estimator import Estimate, Unknown
 from app.core.explanation.waiting_reasons import Ahead, Blockers
-from app.core.fairness.fair_tree import Branch, lane
+from app.core.fairness.fair_tree import Branch, above, lane
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
 from app.core.model.rungs import HELD_AT_RUNG
 from app.core.model.snapshot import (
@@ -43,7 +43,6 @@ from app.core.model.snapshot import (
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import WaitingBefore, WaitingBranch, before
 from app.core.scheduling.board import MILLI, Board
-from app.core.scheduling.reclaim.preemption import above
 from app.db import gc_freeze, transactions
 from app.db.lines import IN_LINE
 from app.db.models import Island, Lot, Placement

@@ -198,6 +198,14 @@ class Branch(_Account):
         return any(lane.kind == kind for lane in self.lines)
 
 
+def above(leaf: Branch | None) -> Iterator[Branch]:
+    """Yield the branches from a leaf up to the root, both included."""
+    branch = leaf
+    while branch is not None:
+        yield branch
+        branch = branch.parent
+
+
 class _Line:
     """Queues the waiting items of one branch and one lane; it exists only while something waits.
 

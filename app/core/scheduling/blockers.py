@@ -25,14 +25,14 @@ from app.core.explanation.waiting_reasons import (
     Shut,
     Standing,
 )
-from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, with_choice
+from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, above, lane, with_choice
 from app.core.fairness.usage_decay import unscored, usage_us
 from app.core.model.device_choice import DeviceChoice, choice_in
 from app.core.model.retry_decision import AvoidedDevice
 from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling.board import MILLI, Board, place_in_line
 from app.core.scheduling.reclaim import elastic
-from app.core.scheduling.reclaim.preemption import above, below, goes_before, sides
+from app.core.scheduling.reclaim.preemption import below, goes_before, sides
 from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
 

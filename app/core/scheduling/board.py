@@ -26,6 +26,7 @@ from app.core.fairness.fair_tree import (
     FairTree,
     Lane,
     Path,
+    above,
     both_of,
     lane,
     on_host,
@@ -110,6 +111,8 @@ class Board:
         self.guarantees = False  # does any branch have a guarantee?
         self.heaviest = 1  # the largest weight that any tenant has had
         self.over: dict[Branch, None] = {}  # branches that may hold more than their limits
+        # branch with a limit -> devices that none of its tasks but one that leaves it holds
+        self.left: dict[Branch, dict[str, BoardStay]] = {}
         # (parent branch, kind) -> devices guaranteed to its children, in total
         self.promised: Counter[tuple[Path, str]] = Counter()
         # Queues of which only the beginning is loaded -> the key of the last loaded task.
@@ -907,6 +910,7 @@ class Board:
                 if before is not None and before.task.shares:  # a function behind this one
                     self.beside.setdefault(id, {})[before.id] = None
                 self.seated[id] = task.id  # until the task is seen to leave
+                self._is_left_no_more(id, leaf)
                 pool.remove(id)
         self.tree.hold(leaf, here)
         self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
@@ -938,11 +942,12 @@ class Board:
             if id not in had:
                 self.astray |= self.is_lost(id)
                 self.seated[id] = task.id
+                self._is_left_no_more(id, stay.leaf)
                 pool.remove(id)
         for id in had.difference(task.holds):
             if self.seated.get(id) == stay.id:
                 del self.seated[id]
-            self._has_left(id, stay.id)
+            self._has_left(id, stay)
             self._give(pool, id)
         if not stay.leaving:
             self._count_grown(stay)
@@ -959,25 +964,39 @@ class Board:
         for id in devices:
             if self.seated.get(id) == stay.id:
                 del self.seated[id]
-            self._will_leave(id, stay.id)
+            self._will_leave(id, stay)
             self._give(self.pools[stay.lane.kind], id)
 
-    def _will_leave(self, device: str, task: str) -> None:
+    def _will_leave(self, device: str, stay: BoardStay) -> None:
         before = self.leaving.get(device)
-        if before is not None and before != task:
+        if before is not None and before != stay.id:
             self.leaving_too.setdefault(device, {})[before] = None
-        self.leaving[device] = task
+        self.leaving[device] = stay.id
+        heir = self.stays.get(self.seated.get(device, ""))
+        for branch in above(stay.leaf):
+            if heir is not None and heir.leaf.path[: branch.depth] == branch.path:
+                break  # another task of this branch has the device already
+            if branch.limit or branch.most_running is not None:
+                self.left.setdefault(branch, {})[device] = stay
 
-    def _has_left(self, device: str, task: str) -> None:
+    def _has_left(self, device: str, stay: BoardStay) -> None:
         too = self.leaving_too.get(device)
-        if self.leaving.get(device) == task:
+        if self.leaving.get(device) == stay.id:
             del self.leaving[device]
             if too:
                 self.leaving[device] = too.popitem()[0]
         elif too:
-            too.pop(task, None)
+            too.pop(stay.id, None)
         if too is not None and not too:
             del self.leaving_too[device]
+        self._is_left_no_more(device, stay.leaf)
+
+    def _is_left_no_more(self, device: str, leaf: Branch) -> None:
+        """Note that a device is gone from the branches above a leaf, or that they have it again."""
+        for branch in above(leaf) if self.left else ():
+            devices = self.left.get(branch)
+            if devices is not None and devices.pop(device, None) is not None and not devices:
+                del self.left[branch]
 
     def _count_grown(self, stay: BoardStay, sign: int = 1) -> None:
         if sign > 0:
@@ -1004,7 +1023,7 @@ class Board:
         self._unexpect(pool, stay)
         for id in stay.devices:
             self._leave_seat(id, stay)
-            self._will_leave(id, stay.id)
+            self._will_leave(id, stay)
             self._give(pool, id)
 
     def _leave_seat(self, device: str, stay: BoardStay) -> None:
@@ -1054,7 +1073,7 @@ class Board:
         self.tree.refresh(stay.leaf)
         for id in stay.devices + stay.leaves:
             self._leave_seat(id, stay)
-            self._has_left(id, stay.id)
+            self._has_left(id, stay)
             self._give(pool, id)
 
     def _ripen(self, stay: BoardStay, *, late: bool) -> None:

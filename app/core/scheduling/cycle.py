@@ -231,7 +231,7 @@ def _count_the_lost(draft: _DraftPlan) -> None:
     for id in board.look_at_leases():
         task = board.tasks[id]
         lost = [id for id in task.holds if board.is_lost(id)]
-        because = f"the lease of {' and '.join(lost)} expired without a heartbeat"
+        because = f"The lease of {' and '.join(lost)} expired without a heartbeat"
         if _goes_on_without(draft, task, lost, "lease", because):
             later |= task.state != State.running
             continue
@@ -836,7 +836,7 @@ def _best(board: Board, task: BoardTask, lane: Lane) -> list[str]:
     """Choose the devices for a task; [] if too few are free."""
     pool = board.pools[task.kind]
     devices = pool.best(lane, task.image_on, board.pinned())
-    if board.leaving and (wanted := over_limit.places_to_take(board, task)):
+    if board.left and (wanted := over_limit.places_to_take(board, task)):
         return pool.instead(devices, lane, wanted)
     return devices
 

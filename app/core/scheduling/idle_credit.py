@@ -27,11 +27,10 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from app.core.fairness.fair_tree import Branch, Path
+from app.core.fairness.fair_tree import Branch, Path, above
 from app.core.fairness.usage_decay import unscored
 from app.core.model.snapshot import IdleCreditFloor
 from app.core.scheduling.board import MILLI, Board
-from app.core.scheduling.reclaim.preemption import above
 from app.core.scheduling.rounds.round_memory import Service
 from app.core.scheduling.stays import stale_s
 

@@ -262,14 +262,15 @@ class Pool:
         """
         if lane.is_fraction or (lane.width > 1 and self.knows_locations):
             return chosen
-        spare = sorted(
-            id for id in wanted if id in self.free and id not in chosen and self.takes(id, lane)
+        spare = (
+            id
+            for id in sorted(wanted)
+            if id in self.free and id not in chosen and self.takes(id, lane)
         )
         found = list[str]()
         for id in chosen:
-            alike = (one for one in spare if self.open[one] <= self.open[id])
-            found.append(id if id in wanted else next(alike, id))
-            spare = [one for one in spare if one != found[-1]]
+            small = (one for one in spare if self.open[one] <= self.open[id])
+            found.append(id if id in wanted else next(small, id))
         return found
 
     def _has_other(self, lane: Lane, pinned: Collection[str]) -> bool:

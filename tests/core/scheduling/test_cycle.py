@@ -363,6 +363,8 @@ def test_task_on_a_device_with_an_ended_lease_is_lost_and_goes_on_elsewhere() ->
     drawn = with_device(island("a ."), "d0", lease_until_s=NOW_S)
     assert moves(plan(drawn)) == [("a", "Lost"), ("a", "Launch")]
     assert seats(plan(drawn)) == "d1: a"
+    told = plan(drawn).decisions[0].because
+    assert told == "The lease of d0 expired without a heartbeat."
 
 
 def test_a_lost_device_is_waited_for_as_long_as_the_policy_says() -> None:

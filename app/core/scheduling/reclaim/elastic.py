@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
-from app.core.fairness.fair_tree import ALL, Branch, lane
+from app.core.fairness.fair_tree import ALL, Branch, above, lane
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import BoardTask, Policy
 from app.core.scheduling.board import Board
 from app.core.scheduling.gangs.nearness import nearest
 from app.core.scheduling.pool import Pool
-from app.core.scheduling.reclaim.preemption import above, below, sides
+from app.core.scheduling.reclaim.preemption import below, sides
 from app.core.scheduling.stays import NEVER, BoardStay, slice_us
 
 

@@ -7,11 +7,10 @@ longer counts, so the next task takes its place (`places_to_take`).
 
 from __future__ import annotations
 
-from app.core.fairness.fair_tree import ALL, Branch
+from app.core.fairness.fair_tree import ALL, Branch, above
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, BoardTask
 from app.core.scheduling.board import Board
-from app.core.scheduling.reclaim.preemption import above
 from app.core.scheduling.stays import BoardStay
 
 
@@ -58,28 +57,10 @@ def places_to_take(board: Board, task: BoardTask) -> set[str]:
     """
     places = set[str]()
     for branch in above(board.leaf(task)):
-        if branch.limit or branch.most_running is not None:
-            left = _left_below(board, branch)
-            if _exceeds_beside(branch, task, left):
-                places.update(left)
+        left = board.left.get(branch)
+        if left and _exceeds_beside(branch, task, left):
+            places.update(left)
     return places
-
-
-def _left_below(board: Board, branch: Branch) -> dict[str, BoardStay]:
-    """Return the devices that tasks of the branch are leaving, and that none of its other tasks has
-    yet; each with the stay that leaves it.
-    """
-    left = {id: board.stays[task] for id, task in board.leaving.items()}
-    heirs = {id: board.stays.get(board.seated.get(id, "")) for id in left}
-    return {
-        id: stay
-        for id, stay in left.items()
-        if _is_below(stay, branch) and not _is_below(heirs[id], branch)
-    }
-
-
-def _is_below(stay: BoardStay | None, branch: Branch) -> bool:
-    return stay is not None and stay.leaf.path[: branch.depth] == branch.path
 
 
 def _exceeds_beside(branch: Branch, task: BoardTask, left: dict[str, BoardStay]) -> bool:

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from app.core.fairness.fair_tree import ALL, Branch, Lane
+from app.core.fairness.fair_tree import ALL, Branch, Lane, above
 from app.core.fairness.usage_decay import score as scored
 from app.core.fairness.usage_decay import unscored
 from app.core.model.lifecycle import State
@@ -671,14 +671,6 @@ def _over(leaf: Branch, lane: Lane) -> int:
             over = max(over, branch.held[kind] + lane.width - branch.limit.get(kind, NOT_TO_BE_HAD))
         over = max(over, 1)
     return over
-
-
-def above(leaf: Branch | None) -> Iterator[Branch]:
-    """Yield the branches from a leaf up to the root, both included."""
-    branch = leaf
-    while branch is not None:
-        yield branch
-        branch = branch.parent
 
 
 def goes_before(board: Board, task: BoardTask, settled: BoardTask) -> bool:

@@ -32,14 +32,14 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import islice
 
-from app.core.fairness.fair_tree import Branch, Lane, unpinned
+from app.core.fairness.fair_tree import Branch, Lane, above, unpinned
 from app.core.fairness.fair_tree import lane as lane_of
 from app.core.fairness.usage_decay import unscored, usage_us
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import BoardTask, changed
 from app.core.scheduling.board import Board
 from app.core.scheduling.reclaim import preemption
-from app.core.scheduling.reclaim.preemption import above, sides
+from app.core.scheduling.reclaim.preemption import sides
 from app.core.scheduling.sharing.turns import Level, Share
 from app.core.scheduling.stays import BoardStay, slice_us
 
