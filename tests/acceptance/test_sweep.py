@@ -21,6 +21,12 @@ pytestmark = [pytest.mark.acceptance, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 SWEEP = ROOT / "examples/sweep"
 TRIALS, STEPS, AT_ONCE = 40, 480, 4
+# members without a row of metrics for each step
+LACK_ROWS = """
+    select t.name, t.step, count(m.step) from tasks t left join metrics m on m.task_id = t.id
+    where t.lot_id = %s and t.lot_index is not null
+    group by t.id having t.step <> count(m.step)
+"""
 LASTS_S = 900.0  # two minutes on an idle machine
 
 
@@ -43,6 +49,7 @@ def test_losers_pause_and_the_winner_has_the_bits_of_a_run_alone(system):
     assert len(members) == TRIALS
     assert sum(member["lost_steps"] for member in members) == 0
     assert sum(member["step"] for member in members) <= 0.4 * TRIALS * STEPS
+    assert not system.sql(LACK_ROWS, lot)
     done = [member for member in members if member["state"] == "done"]
     winner = min(done, key=lambda member: member["result"]["loss"])
     assert winner["result"] == _run_alone(winner["lot_values"], winner["preset"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any
@@ -286,10 +286,10 @@ def _restart(session: Session, task: Task, island: str | None) -> None:
 
 
 @lru_cache(maxsize=_DESCRIPTIONS)
-def _description(descriptor: str) -> tuple[TaskDescriptor, list[dict[str, Scalar]]]:
-    """Return what a lot is, and the values of each member; none for an array."""
+def _description(descriptor: str) -> tuple[TaskDescriptor, Callable[[int], dict[str, Scalar]]]:
+    """Return what a lot is, and the function that gives the values of a member; {} of an array."""
     task = descriptors.from_json(json.loads(descriptor))
-    return task, [] if task.drawn_from is None else [*task.drawn_from.combinations()]
+    return task, (lambda _: {}) if task.drawn_from is None else task.drawn_from.by_index()
 
 
 def _write(
@@ -301,10 +301,10 @@ def _write(
 ) -> None:
     if not indices:
         return
-    task, combinations = _description(json.dumps(descriptor, sort_keys=True))
+    task, values_of = _description(json.dumps(descriptor, sort_keys=True))
     rows = []
     for index, island in zip(indices, islands, strict=False):
-        values = combinations[index] if combinations else {}
+        values = values_of(index)
         member = lot_members.member(task, index, values)
         row = {
             "id": new_id("tsk"),

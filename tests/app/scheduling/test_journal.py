@@ -1734,6 +1734,17 @@ def test_metrics_of_steps_in_between_are_kept_once(session, running):
     assert [(step, values["loss"]) for step, values in rows] == [(1, 4), (2, 2), (9, 8)]
 
 
+def test_metrics_of_the_last_steps_before_a_pause_are_kept(session, running):
+    """They may come with the report that the task is paused, or after it."""
+    decide(session, running, "Pause")
+    still = replace(view(running, "paused", step=7), metrics={"loss": 3})
+    paused = replace(still, points=[[6, {"loss": 4}]])
+    hear(session, residents=[paused], events=[event(Paused, running, 2, step=7)])
+    hear(session, residents=[replace(still, points=[[7, {"loss": 3}]])])
+    rows = session.execute(select(Metric.step, Metric.values).order_by(Metric.step)).all()
+    assert rows == [(6, {"loss": 4}), (7, {"loss": 3})]
+
+
 def test_metrics_of_a_step_that_ran_again_have_one_row(session, running):
     for points in (
         [[5, {"loss": 4, "lr": 1}], [6, {"loss": 2}], [6, {"acc": 1}]],

@@ -11,7 +11,7 @@ members.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -74,6 +74,10 @@ class Matrix:
             found = dict(zip(self.values, each, strict=True))
             if not any(out.items() <= found.items() for out in self.exclude):
                 yield found
+
+    def by_index(self) -> Callable[[int], dict[str, Scalar]]:
+        """Return the function that gives the values of the member with an index."""
+        return [*self.combinations()].__getitem__
 
     def count(self) -> int:
         if self.exclude:

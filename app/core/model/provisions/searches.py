@@ -7,10 +7,10 @@ drawn before. A `grid` search takes combinations in an order that the seed shuff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice, product
+from itertools import product
 from math import exp, log, prod
 from typing import Any
 
@@ -81,15 +81,19 @@ class LotSearch:
     seed: int
     space: Mapping[str, Sequence[Scalar] | ValueRange]
 
+    def by_index(self) -> Callable[[int], dict[str, Scalar]]:
+        """Return the function that gives the values of the member with an index."""
+        if self.method != "grid":
+            return lambda index: {
+                key: self._drawn(key, of, index) for key, of in self.space.items()
+            }
+        every = [dict(zip(self.space, each, strict=True)) for each in product(*self._columns())]
+        order = sorted(range(len(every)), key=lambda n: self._digest("grid", n))
+        return lambda index: every[order[index]]
+
     def combinations(self) -> Iterator[dict[str, Scalar]]:
         """Yield the values of each member, in the order of the members' indices."""
-        if self.method == "grid":
-            every = [dict(zip(self.space, each, strict=True)) for each in product(*self._columns())]
-            order = sorted(range(len(every)), key=lambda n: self._digest("grid", n))
-            yield from (every[n] for n in islice(order, self.trials))
-        else:
-            for index in range(self.trials):
-                yield {key: self._drawn(key, each, index) for key, each in self.space.items()}
+        return map(self.by_index(), range(self.trials))
 
     def count(self) -> int:
         return self.trials

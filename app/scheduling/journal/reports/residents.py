@@ -39,13 +39,15 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
     for order in here:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
             order.answered_at = transactions.now(session)
-    if view.state == "ended":
-        store_metrics(session, task, view)
-        return True  # the device drops it when its last event is acknowledged
-    if house.is_lent_to(view):
+    is_lent, is_seated = house.is_lent_to(view), task.seat == house.device.id
+    is_paused = not is_lent and not is_seated and task.image_on == house.device.id
+    if view.state == "ended" or is_paused:
+        store_metrics(session, task, view)  # of its last steps
+        return True  # the device drops an ended one when its last event is acknowledged
+    if is_lent:
         return True  # its home device reports the progress
-    if task.seat != house.device.id:
-        return task.image_on == house.device.id or (view.state == "paused" and _stands_by(task))
+    if not is_seated:
+        return view.state == "paused" and _stands_by(task)
     placement = house.placement(task)
     placement.last_step, placement.waits_for = view.step, view.waits_for
     task_writer.note_usage(session, task, placement, view)
