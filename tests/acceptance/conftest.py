@@ -228,7 +228,11 @@ class System:
         return [process for process in below if is_living(process) and not children(process)]
 
     def zygotes(self) -> list[psutil.Process]:
-        return [each for each in self.of_devices() if runs(each, "workers.zygote")]
+        """Return the zygotes: programs of their own, or forks of the host zygote."""
+        below = self.of_devices()
+        hosts = [each for each in below if runs(each, "workers.host_zygote")]
+        forks = [fork for host in hosts for fork in children(host)]
+        return [*(each for each in below if runs(each, "workers.zygote")), *forks]
 
     def workers(self) -> list[int]:
         """Return the processes that serve the devices, one for each host."""
