@@ -64,7 +64,10 @@ def _program(
 
 
 class HostZygote:
-    """Asks the process of `workers.host_zygote` for zygotes; all supervisors of the worker do."""
+    """Asks the process of `workers.host_zygote` for zygotes, for all supervisors of the worker.
+
+    It starts that process when the first zygote is asked for, and anew if it died.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +122,9 @@ class ForkedZygote:
     def wait(self) -> int:
         """Wait for its end; its status is not known here."""
         if self._pidfd >= 0:
-            select.select([self._pidfd], [], [])
+            poll = select.poll()  # select takes no descriptor above 1,023
+            poll.register(self._pidfd, select.POLLIN)
+            poll.poll()
             os.close(self._pidfd)
             self._pidfd = -1
         return 0
