@@ -90,7 +90,11 @@ class Scene:
         return task, lambda _: setattr(task, "hold", "")
 
     def lost_at_rung(self):
+        lot = self.scenery.task(self.a, "blocked", island=None)
+        stop = {"metric": "loss", "goal": "min", "rungs": [10], "keep": 0.5}
+        lot.lot_id, lot.descriptor = lot.id, {**lot.descriptor, "stop": stop}
         task = self.scenery.task(self.a, "blocked", hold="rung")
+        task.lot_id, task.lot_index = lot.id, 0
         return task, lambda _: setattr(task, "hold", "")
 
     def lot_room(self):
