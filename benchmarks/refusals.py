@@ -35,11 +35,8 @@ from typing import Any
 
 import psycopg
 import redis
-from sqlalchemy.engine import make_url
 
 from app.local.embedded_servers import (
-    DATABASE,
-    NOBODY,
     embedded_postgres,
     embedded_redis,
     temporary_home,
@@ -53,6 +50,7 @@ from tests.hanging_relay import HangingRelay
 from tests.name_server import NameServer
 from tests.refusing_redis import RefusingRedis
 from tests.refusing_store import RefusingStore
+from tests.small_disk import disk_of_tables, filled, mount, small_disk
 
 JSON = dict[str, Any]
 Turned = contextlib.AbstractContextManager[None]
@@ -131,13 +129,13 @@ def of_postgres(servers: Servers, tables: Path | None) -> Iterator[Refusal]:
         ("hangs", "does not answer"): servers.relay.hanging,
     }
     if tables is not None:
-        found["disk full", "disk of the database is full"] = partial(_full, tables)
+        found["disk full", "disk of the database is full"] = partial(filled, tables)
     for (name, wanted), on in found.items():
         yield Refusal(name=f"postgres {name}", wanted=wanted, on=on)
 
 
 def of_folder(store: Path) -> Iterator[Refusal]:
-    yield Refusal(name="store full", wanted="No space left", on=partial(_full, store))
+    yield Refusal(name="store full", wanted="No space left", on=partial(filled, store))
     yield Refusal(name="store read-only", wanted="Read-only", on=partial(_store_read_only, store))
 
 
@@ -201,25 +199,12 @@ def _shutdowns(servers: Servers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _full(folder: Path) -> Iterator[None]:
-    """Leave no byte free on the file system of the folder."""
-    filler = folder / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(2**12))
-    try:
-        yield
-    finally:
-        filler.unlink()
-
-
-@contextlib.contextmanager
 def _store_read_only(store: Path) -> Iterator[None]:
-    _mount(store, "-o", "remount,ro")
+    mount(store, "-o", "remount,ro")
     try:
         yield
     finally:
-        _mount(store, "-o", "remount,rw")
+        mount(store, "-o", "remount,rw")
 
 
 @contextlib.contextmanager
@@ -270,14 +255,9 @@ def _first(stack: contextlib.ExitStack) -> tuple[Servers, list[Refusal]]:
     refusals = [*of_redis(servers)]
     if os.geteuid() != 0:
         return servers, [*refusals, *of_postgres(servers, None)]
-    tables = stack.enter_context(_file_system(home / "tables", TABLES_BYTES, NOBODY))
-    (inside := tables / "inside").mkdir(mode=0o700)
-    os.chown(inside, *NOBODY)
-    url = make_url(servers.postgres_url).set(drivername="postgresql", database="postgres")
-    with psycopg.connect(url.render_as_string(hide_password=False), autocommit=True) as admin:
-        admin.execute(f"create tablespace small location '{inside}'")
-        admin.execute(f"alter database {DATABASE} set tablespace small")
-    store = stack.enter_context(_file_system(home / "own" / "store", STORE_BYTES))
+    on_disk = disk_of_tables(home / "tables", TABLES_BYTES, servers.postgres_url)
+    tables = stack.enter_context(on_disk)
+    store = stack.enter_context(small_disk(home / "own" / "store", STORE_BYTES))
     servers.env["ROUNDHOUSE_STORE"] = str(store)
     refusals += [*of_postgres(servers, tables), *of_folder(store)]
     return servers, refusals
@@ -306,21 +286,6 @@ def _second(stack: contextlib.ExitStack) -> tuple[Servers, list[Refusal]]:
     return servers, refusals
 
 
-@contextlib.contextmanager
-def _file_system(at: Path, size: int, owner: tuple[int, int] = (0, 0)) -> Iterator[Path]:
-    at.mkdir(parents=True)
-    mode = f"size={size},mode=700,uid={owner[0]},gid={owner[1]}"
-    _mount(at, "-t", "tmpfs", "-o", mode, "tmpfs")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "-l", str(at)], check=True)
-
-
-def _mount(folder: Path, *words: str) -> None:
-    subprocess.run(["mount", *words, str(folder)], check=True)
-
-
 def _with_own_names() -> None:
     """Start anew, as root, where mounts are our own and all names come from our name server."""
     if os.geteuid() != 0 or OWN_NAMES in os.environ or not shutil.which("unshare"):
@@ -336,7 +301,7 @@ def _own_resolver() -> Iterator[None]:
         with temporary_home() as home:
             (file := home / "resolv.conf").write_text(name_server.RESOLV_CONF)
             file.chmod(0o644)
-            _mount(Path("/etc/resolv.conf"), "--bind", str(file))
+            mount(Path("/etc/resolv.conf"), "--bind", str(file))
             yield
             subprocess.run(["umount", "-l", "/etc/resolv.conf"], check=True)
     else:

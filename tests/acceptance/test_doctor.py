@@ -16,8 +16,6 @@ import pytest
 import redis
 
 from app.local.embedded_servers import (
-    DATABASE,
-    NOBODY,
     embedded_postgres,
     embedded_redis,
     temporary_home,
@@ -25,6 +23,7 @@ from app.local.embedded_servers import (
 from tests import command_line, hanging_relay
 from tests.acceptance.conftest import running_system
 from tests.refusing_redis import RefusingRedis
+from tests.small_disk import disk_of_tables, filled, small_disk
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -35,29 +34,6 @@ pytestmark = [
 DISK_BYTES = 384 * 2**20
 
 
-@contextlib.contextmanager
-def disk(at, owner=(0, 0)):
-    at.mkdir(parents=True)
-    how = f"size={DISK_BYTES},mode=700,uid={owner[0]},gid={owner[1]}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(at)], check=True)
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "-l", str(at)], check=True)
-
-
-@contextlib.contextmanager
-def on_a_small_disk(postgres_url, tables):
-    """Put the tables of a database that is empty on the disk at `tables`."""
-    (inside := tables / "inside").mkdir(mode=0o700)
-    os.chown(inside, *NOBODY)
-    url = postgres_url.replace("+psycopg", "").replace(f"/{DATABASE}?", "/postgres?")
-    with psycopg.connect(url, autocommit=True) as admin:
-        admin.execute(f"create tablespace small location '{inside}'")
-        admin.execute(f"alter database {DATABASE} set tablespace small")
-    yield
-
-
 @pytest.fixture(scope="module")
 def live():
     """A system of two hosts with a device each."""
@@ -65,9 +41,9 @@ def live():
         home, servers, own = (stack.enter_context(temporary_home()) for _ in range(3))
         postgres_url = stack.enter_context(embedded_postgres(servers))
         redis_url = stack.enter_context(embedded_redis(own))
-        tables = stack.enter_context(disk(servers / "tables", NOBODY))
-        stack.enter_context(on_a_small_disk(postgres_url, tables))
-        store = stack.enter_context(disk(servers / "disk")) / "store"
+        on_disk = disk_of_tables(servers / "tables", DISK_BYTES, postgres_url)
+        tables = stack.enter_context(on_disk)
+        store = stack.enter_context(small_disk(servers / "disk", DISK_BYTES)) / "store"
         relay, relayed_url = hanging_relay.through(postgres_url)
         stack.enter_context(relay)
         proxy = stack.enter_context(RefusingRedis(redis_url))
@@ -113,17 +89,6 @@ class Live:
             if path.is_dir():
                 subprocess.run(["rm", "-r", str(path)], check=True)
             away.rename(path)
-
-    @contextlib.contextmanager
-    def full_disk(self, folder):
-        filler = folder / "filler"
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(2**12))
-        try:
-            yield
-        finally:
-            filler.unlink()
 
     @contextlib.contextmanager
     def full_redis(self):
@@ -186,10 +151,10 @@ FAULTS = {
         lambda it: it.moved_away(it.store), "store", "is it the right store?",
     ),
     "disk of the store full": (
-        lambda it: it.full_disk(it.store), "store", "No space left on device",
+        lambda it: filled(it.store), "store", "No space left on device",
     ),
     "disk of Postgres full": (
-        lambda it: it.full_disk(it.tables), "postgres", "the disk of the database is full",
+        lambda it: filled(it.tables), "postgres", "the disk of the database is full",
     ),
     "Redis full": (lambda it: it.full_redis(), "redis", "refuses messages: OOM"),
     "Postgres hung": (lambda it: it.relay.hanging(), "postgres", "the database does not answer"),

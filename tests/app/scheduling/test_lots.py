@@ -568,6 +568,17 @@ def cancel_asked(session) -> None:
     look(session)
 
 
+def first_done(session, submit, array):
+    """Submit a lot whose first member reaches the first rung with 0.1, and ends; return its id."""
+    id = submit(array=array, stop=STOP)
+    look(session)
+    first = members(session)[0]
+    reach(session, first, (10, 0.1))
+    end(session, first)
+    look(session)
+    return id
+
+
 class TestRungs:
     def test_loser_rests_and_another_member_takes_its_place(self, session, submit):
         submit(array={"count": 4, "at_once": 1}, stop=STOP)
@@ -601,11 +612,7 @@ class TestRungs:
         assert "Goes on at step 10, with loss 0.4: place 2 of 4, of which the best 2 go on." in told
 
     def test_lot_is_done_when_only_losers_are_left_and_these_are_cancelled(self, session, submit):
-        id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
-        look(session)
-        reach(session, members(session)[0], (10, 0.1))
-        end(session, members(session)[0])
-        look(session)
+        id = first_done(session, submit, {"count": 3, "at_once": 1})
         for n in (1, 2):
             reach(session, members(session)[n], (10, 0.1 + n), rests=True)
         assert [task.cancel_asked_at is None for task in members(session)] == [True, False, False]
@@ -639,11 +646,7 @@ class TestRungs:
         assert holds(session)[1] == ""  # the first at the second rung: it counts there
 
     def test_higher_share_lets_losers_go_on(self, session, submit, red):
-        id = submit(array={"count": 4, "at_once": 2}, stop=STOP)
-        look(session)
-        reach(session, members(session)[0], (10, 0.1))
-        end(session, members(session)[0])
-        look(session)
+        id = first_done(session, submit, {"count": 4, "at_once": 2})
         for n, loss in ((1, 0.5), (2, 0.9)):
             reach(session, members(session)[n], (10, loss), rests=True)
         assert holds(session) == {0: "", 1: "rung", 2: "rung", 3: ""}
@@ -657,11 +660,7 @@ class TestRungs:
         problem(red.patch(f"/v1/requests/{id}", json={"keep_best": 0.5}), 409, "conflict-state")
 
     def test_pause_and_resume_of_the_request_wake_no_loser(self, session, submit, red):
-        id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
-        look(session)
-        reach(session, members(session)[0], (10, 0.1))
-        end(session, members(session)[0])
-        look(session)
+        id = first_done(session, submit, {"count": 3, "at_once": 1})
         reach(session, members(session)[1], (10, 0.5), rests=True)
         red.post(f"/v1/requests/{id}/hold")
         assert holds(session) == {0: "", 1: "rung", 2: "user"}
@@ -669,22 +668,14 @@ class TestRungs:
         assert holds(session) == {0: "", 1: "rung", 2: ""}
 
     def test_cancelled_sweep_ends_with_its_losers(self, session, submit, red):
-        id = submit(array={"count": 9, "at_once": 1}, stop=STOP)
-        look(session)
-        reach(session, members(session)[0], (10, 0.1))
-        end(session, members(session)[0])
-        look(session)
+        id = first_done(session, submit, {"count": 9, "at_once": 1})
         reach(session, members(session)[1], (10, 0.5), rests=True)
         red.post(f"/v1/requests/{id}/cancel")
         cancel_asked(session)
         assert state_of(session, id) == ("cancelled", "cancelled")
 
     def test_no_number_loses_and_a_member_without_the_metric_never_pauses(self, session, submit):
-        id = submit(array={"count": 3, "at_once": 1}, stop=STOP)
-        look(session)
-        reach(session, members(session)[0], (10, 0.1))
-        end(session, members(session)[0])
-        look(session)
+        id = first_done(session, submit, {"count": 3, "at_once": 1})
         reach(session, members(session)[1], (10, "nan"), rests=True)
         silent = members(session)[2]
         run(session, silent, "h.0")
@@ -748,11 +739,7 @@ class TestRungs:
         assert passed[0] == passed[1] == {0, 1, 3, 5}
 
     def test_stopped_members_start_again_if_a_user_wants(self, session, submit, red):
-        id = submit(array={"count": 2, "at_once": 1}, stop=STOP)
-        look(session)
-        reach(session, members(session)[0], (10, 0.1))
-        end(session, members(session)[0])
-        look(session)
+        id = first_done(session, submit, {"count": 2, "at_once": 1})
         reach(session, members(session)[1], (10, 0.5), rests=True)
         cancel_asked(session)
         assert state_of(session, id) == ("done", "done")
