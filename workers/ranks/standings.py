@@ -3,6 +3,9 @@
 The ranks of a command can write anything into the table, so every number is bounded here, and the
 table's lock is not taken: a rank might hold it for ever. What is read while a rank moves may be
 half old and half new. `core.device.gang_watch` tells nothing before the ranks stand still.
+
+`Turns.standing` says the same of a gang that fails. The ranks write that sentence, and those of a
+command have no `app`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ ACTIONS = {
     "wait_for_move": "the last of it has been copied to the device `of`",
     "free_devices": "`value` more devices of kind `of` become free",
     "wait_for_room": "the device `of` has memory, processes or disk left for it",
-    "wait_for_rank": "the rank comes to the call in which the others wait",
+    "wait_for_rank": "the rank for which the others wait goes on",
     "wait_for_workers": "the workers of `value` stopping devices of kind `of` are back",
     "wait_for_gang": "the gang has started",
     "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
@@ -417,8 +417,8 @@ def rank_behind(who: str) -> Reason:
     """Return why a running gang stands still."""
     return _reason(
         "RANK_BEHIND",
-        f"It runs, and stands still. {who}",
-        "that rank comes to the call",
+        f"It has its devices, and stands still. {who}",
+        "that rank goes on",
         Change(action="wait_for_rank"),
     )
 

@@ -244,7 +244,7 @@ class TaskDescriptor:
 
     @property
     def drawn_from(self) -> Matrix | LotSearch | None:
-        """The source of the values that differ between the members of a lot."""
+        """Return the source of the values that differ between the members of a lot."""
         return self.matrix or self.search
 
 

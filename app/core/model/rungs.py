@@ -26,7 +26,7 @@ _Entry = tuple[float, int, str]  # badness, place in the order of arrival, membe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungValue:
-    """A member's value at a rung; `passed`: it passed already, or a person let it go on."""
+    """Holds a member's value at a rung; `passed`: it passed already, or a person let it go on."""
 
     member: str
     rung: int

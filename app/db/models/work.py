@@ -379,7 +379,7 @@ Lot.promoted = column_property(_resting(Task.hold == PROMOTED))
 
 
 class RungResult(Base):
-    """The value with which a lot's member reached a rung of its rule `stop` (`core.model.rungs`).
+    """Holds with which value a lot's member reached a rung of its rule `stop` (`core.model.rungs`).
 
     `value` is null for one that is no finite number. `passed`: the member went on, or may, because
     of its value or because a person let it. Control has not looked at it before it `is_decided`.

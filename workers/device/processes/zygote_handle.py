@@ -35,7 +35,7 @@ class ZygoteProcess(Protocol):
     @property
     def pid(self) -> int: ...
     def kill(self) -> None: ...
-    def wait(self) -> int: ...
+    def wait(self) -> object: ...
     def send_signal(self, sig: int) -> None: ...
 
 
@@ -119,15 +119,14 @@ class ForkedZygote:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, sig)
 
-    def wait(self) -> int:
-        """Wait for its end; its status is not known here."""
+    def wait(self) -> None:
+        """Wait for its end; only the host zygote could learn its status."""
         if self._pidfd >= 0:
             poll = select.poll()  # select takes no descriptor above 1,023
             poll.register(self._pidfd, select.POLLIN)
             poll.poll()
             os.close(self._pidfd)
             self._pidfd = -1
-        return 0
 
 
 HOST_ZYGOTE = HostZygote()

@@ -34,7 +34,7 @@ _DIGITS = 6  # significant digits of a drawn number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueRange:
+class ValueInterval:
     """Ranges from `low` to `high`, both included, on one of the SCALES."""
 
     scale: str
@@ -63,7 +63,7 @@ class ValueRange:
 
     @property
     def examples(self) -> Sequence[Scalar]:
-        """The two bounds, and a value between them with as many digits as any."""
+        """Return the two bounds, and a value between them with as many digits as any."""
         return [self.at(0.0), self.at(1 / 3), self.at(1 - 2**-53)]
 
     def as_json(self) -> JSON:
@@ -79,7 +79,7 @@ class LotSearch:
     method: str
     trials: int
     seed: int
-    space: Mapping[str, Sequence[Scalar] | ValueRange]
+    space: Mapping[str, Sequence[Scalar] | ValueInterval]
 
     def by_index(self) -> Callable[[int], dict[str, Scalar]]:
         """Return the function that gives the values of the member with an index."""
@@ -101,27 +101,27 @@ class LotSearch:
     @property
     def examples(self) -> Mapping[str, Sequence[Scalar]]:
         return {
-            key: each.examples if isinstance(each, ValueRange) else each
+            key: each.examples if isinstance(each, ValueInterval) else each
             for key, each in self.space.items()
         }
 
     def _columns(self) -> list[Sequence[Scalar]]:
         return [
-            range(int(each.low), int(each.high) + 1) if isinstance(each, ValueRange) else each
+            range(int(each.low), int(each.high) + 1) if isinstance(each, ValueInterval) else each
             for each in self.space.values()
         ]
 
-    def _drawn(self, key: str, of: Sequence[Scalar] | ValueRange, index: int) -> Scalar:
+    def _drawn(self, key: str, of: Sequence[Scalar] | ValueInterval, index: int) -> Scalar:
         number = int.from_bytes(self._digest(key, index)[:7]) >> 3  # 53 bits
         share = number / 2**53
-        return of.at(share) if isinstance(of, ValueRange) else of[int(share * len(of))]
+        return of.at(share) if isinstance(of, ValueInterval) else of[int(share * len(of))]
 
     def _digest(self, key: str, index: int) -> bytes:
         return sha256(f"{self.seed}/{key}/{index}".encode()).digest()
 
     def as_json(self) -> JSON:
         space = {
-            key: each.as_json() if isinstance(each, ValueRange) else [*each]
+            key: each.as_json() if isinstance(each, ValueInterval) else [*each]
             for key, each in self.space.items()
         }
         head = {"method": self.method, "trials": self.trials, "seed": self.seed}
@@ -152,11 +152,11 @@ def read_search(fields: Fields) -> LotSearch | None:
     return search
 
 
-def _size(each: Sequence[Scalar] | ValueRange) -> int:
-    return int(each.high - each.low) + 1 if isinstance(each, ValueRange) else len(each)
+def _size(each: Sequence[Scalar] | ValueInterval) -> int:
+    return int(each.high - each.low) + 1 if isinstance(each, ValueInterval) else len(each)
 
 
-def _read_space(fields: Fields, method: str) -> dict[str, Sequence[Scalar] | ValueRange]:
+def _read_space(fields: Fields, method: str) -> dict[str, Sequence[Scalar] | ValueInterval]:
     given = fields.mapping("space")
     if not 1 <= len(given) <= MOST_KEYS and fields.body.get("space") is not None:
         told = f"must have from 1 to {MOST_KEYS} keys; got {len(given)}"
@@ -167,7 +167,7 @@ def _read_space(fields: Fields, method: str) -> dict[str, Sequence[Scalar] | Val
 
 def _read_one(
     fields: Fields, method: str, key: str, given: object
-) -> Sequence[Scalar] | ValueRange:
+) -> Sequence[Scalar] | ValueInterval:
     if not isinstance(given, dict):
         return read_values(fields, "space", key, given)
     check_key(fields, "space", key)
@@ -191,7 +191,7 @@ def _read_one(
     return found
 
 
-def _read_interval(fields: Fields, where: str, scale: str, given: object) -> ValueRange | None:
+def _read_interval(fields: Fields, where: str, scale: str, given: object) -> ValueInterval | None:
     numbers = given if isinstance(given, list) else []
     if len(numbers) != 2 or any(isinstance(n, bool) or not _is_number(n) for n in numbers):
         fields.fault(where, "must be two numbers: the lowest and the highest value", "type")
@@ -205,7 +205,7 @@ def _read_interval(fields: Fields, where: str, scale: str, given: object) -> Val
     elif scale in ("int", "log_int") and not (float(low).is_integer() and float(high).is_integer()):
         fields.fault(where, f"must be whole numbers; got {low:g} and {high:g}", "type")
     else:
-        return ValueRange(scale=scale, low=low, high=high)
+        return ValueInterval(scale=scale, low=low, high=high)
     return None
 
 
