@@ -39,6 +39,7 @@ from app.api.routes import graphs as graph_routes
 from app.api.routes import mounts as mount_routes
 from app.api.routes import presets as preset_routes
 from app.api.routes import requests as request_routes
+from app.api.routes import running_files as running_file_routes
 from app.api.routes import secrets as secret_routes
 from app.api.routes import shares as share_routes
 from app.api.routes import simulations as simulation_routes
@@ -90,6 +91,7 @@ def _routers() -> list[Any]:
         task_routes.router,
         tunnel_routes.router,
         tunnel_routes.sockets,
+        running_file_routes.router,
         checkpoint_routes.router,
         bundle_routes.router,
         graph_routes.router,

@@ -247,7 +247,7 @@ class Client:
                     retries = self._retries()
                 retries.wait(error)
 
-    def download(self, path: str, file: Path, **params: Any) -> int:
+    def download(self, path: str, file: Path, /, **params: Any) -> int:
         """Write the content of `path` into `file`, which appears whole or not at all; return its
         size.
 
@@ -300,7 +300,7 @@ class Client:
 
     # --- calls ---
 
-    def get(self, path: str, **params: Any) -> JSON:
+    def get(self, path: str, /, **params: Any) -> JSON:
         given = {name: value for name, value in params.items() if value is not None}
         return _body(self._call("GET", path, params=given))
 

@@ -10,8 +10,10 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from app.cli.bundling import UnreadablePath
 from app.cli.client import Client, DamagedDownload
 
 READ_BYTES = 1 << 20  # what one call asks for
@@ -62,6 +64,17 @@ def opened_zip(client: Client, path: str) -> Iterator[zipfile.ZipFile]:
 
 def files_in(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return [each for each in archive.infolist() if not each.is_dir()]
+
+
+def extract(archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path) -> Path:
+    """Write a file of the zip into the folder, executable if it was; return its path."""
+    try:
+        file = Path(archive.extract(info, folder))
+        if bits := info.external_attr >> 16 & 0o111:
+            file.chmod(file.stat().st_mode | bits)
+        return file
+    except OSError as error:
+        raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 def is_wanted(name: str, patterns: list[str]) -> bool:

@@ -16,7 +16,7 @@ from app.cli.root_command import app
 # Each import registers verbs; `--help` lists them in this order.
 from app.cli.verbs import service, submit, work
 from app.cli.interactive import tunnels, sessions, notebooks
-from app.cli.verbs import data, environments, mounts, container_images
+from app.cli.verbs import data, running_files, environments, mounts, container_images
 from app.cli.verbs import actions, secrets, fleet, admin
 
 # isort: on
@@ -29,6 +29,7 @@ MODULES = (
     sessions,
     notebooks,
     data,
+    running_files,
     environments,
     mounts,
     container_images,

@@ -72,6 +72,15 @@ def named_tasks(client: Client, given: str) -> list[JSON]:
     return [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else open_tasks(client, id)
 
 
+def one_task(client: Client, given: str) -> JSON:
+    """Return the one unfinished task that was named."""
+    tasks = named_tasks(client, given)
+    if len(tasks) > 1:
+        known = ", ".join(f"{given}/{task['name']}" for task in tasks[:8])
+        raise typer.BadParameter(f"{given} has several tasks; name one of {known}")
+    return tasks[0]
+
+
 def not_found(told: str) -> ApiProblem:
     return ApiProblem(404, {"type": "not-found", "title": NOTHING, "detail": told})
 

@@ -252,6 +252,13 @@ KEPT_FILES = [
 ]
 
 
+RUNNING_FILES = [
+    Column("FILE", lambda f: f["path"], whole=True),
+    Column("SIZE", lambda f: size(f["size_bytes"]), right=True),
+    Column("CHANGED", lambda f: ago(f["modified_at"]), right=True),
+]
+
+
 def outputs(tasks: Iterable[JSON]) -> list[JSON]:
     """List outputs, each with the name of the `file` as which it is downloaded; None if it has no
     format.

@@ -213,19 +213,27 @@ def look(
             received_bytes=received,
         )
     )
+    task, place = place_of(session, tunnel.task_id)
+    if over := _why_over(session, tunnel, task):
+        return _with(place, over=over)
+    if place.runs:
+        return place
+    return _with(place, waits=_waits(session, task), is_idle=task.hold == session_model.HOLD)
+
+
+def place_of(session: Session, task_id: str) -> tuple[Task, TunnelPlace]:
+    """Return the task, and where it runs now, if it does."""
     query = (
         select(Task, Device)
         .outerjoin(Device, and_(Device.id == Task.seat, Device.lease_until > func.now()))
-        .where(Task.id == tunnel.task_id)
+        .where(Task.id == task_id)
     )
     task, device = session.execute(query).one()
     place = TunnelPlace(request_id=task.request_id, state=task.state, epoch=task.epoch)
-    if over := _why_over(session, tunnel, task):
-        return _with(place, over=over)
-    if task.state == State.running and device is not None:
-        reach = {"links": tuple(device.links), "secret": device.secret}
-        return _with(place, device=device.id, clock_s=_clock_s(session, device), **reach)
-    return _with(place, waits=_waits(session, task), is_idle=task.hold == session_model.HOLD)
+    if task.state != State.running or device is None:
+        return task, place
+    reach = {"links": tuple(device.links), "secret": device.secret}
+    return task, _with(place, device=device.id, clock_s=_clock_s(session, device), **reach)
 
 
 def _clock_s(session: Session, device: Device) -> float:

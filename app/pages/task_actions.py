@@ -56,11 +56,12 @@ class LookInside:
     """Says how the reader can open a shell in the tasks of a request, with the command-line tool.
 
     `given` are the first tasks for which that is possible, as arguments of the tool; `others` is
-    how many more there are. `waits` is True if none of them runs now. `closed` are names of tasks
-    for which it is not possible, by the reason.
+    how many more there are, and `commands` are those whose files can be read. `waits` is True if
+    none of them runs now. `closed` are names of tasks for which it is not possible, by the reason.
     """
 
     given: tuple[str, ...] = ()
+    commands: frozenset[str] = frozenset()
     others: int = 0
     waits: bool = False
     closed: Mapping[str, Sequence[str]]
@@ -80,8 +81,12 @@ def look_inside(session: Session, caller: Caller, request: Request) -> LookInsid
             opens.append(task)
     end = request.id[-ID_END:]
     given = [end if len(tasks) == 1 else f"{end}/{shlex.quote(task.name)}" for task in opens]
+    named = zip(given, opens, strict=True)
     return LookInside(
         given=tuple(given[:INSIDE_SHOWN]),
+        commands=frozenset(
+            name for name, task in named if "command" in (task.descriptor.get("run") or {})
+        ),
         others=len(given[INSIDE_SHOWN:]),
         waits=all(task.state != State.running for task in opens),
         closed=closed,

@@ -149,6 +149,7 @@ class TestLookingInside:
             given = service.tracked.request_id[-8:]
             expect(inside).to_contain_text(f"roundhouse shell {given}")
             expect(inside).to_contain_text(f"roundhouse forward {given} PORT")
+            expect(inside).to_contain_text(f"roundhouse files {given}")
             assert Axe().run(visit.page).response["violations"] == []
         finally:
             with service.change() as session:

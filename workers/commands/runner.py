@@ -302,6 +302,7 @@ class Stub:
         root = self.rank_tree.root if self.rank_tree is not None else self._only_process
         if root is None or not self.keeping.may_have_processes():
             return {}
+        self.tunnels.end_reads()
         has_beside, has_tunnels = self.keeping.has_beside, self.tunnels.are_open
         try:
             told = announced(

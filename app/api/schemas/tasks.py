@@ -385,6 +385,24 @@ class Explained(Out):
     time: TimeSpentOut
 
 
+class RunningFileOut(Out):
+    model_config = example(path="out/model.pt", size_bytes=4_194_304, modified_at=EXAMPLE_AT)
+    path: str
+    size_bytes: int
+    modified_at: datetime
+
+
+class RunningFilesOut(Out):
+    model_config = example(
+        task_id=EXAMPLE_TASK,
+        files=[{"path": "out/model.pt", "size_bytes": 4_194_304, "modified_at": EXAMPLE_AT}],
+        is_cut=False,
+    )
+    task_id: str
+    files: list[RunningFileOut]
+    is_cut: bool = Field(description="There are more files; name a folder in `path`.")
+
+
 class MetricOut(Out):
     model_config = example(step=120, at=EXAMPLE_AT, values={"loss": 0.31})
     step: int

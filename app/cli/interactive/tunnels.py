@@ -45,7 +45,7 @@ def shell(
     pause and end with it.
     """
     with root_command.connect(ctx) as client:
-        task = one_command(client, given)
+        task = names.one_task(client, given)
         shown = asyncio.run(run_shell(client, task["id"], words or []))
     raise typer.Exit(exit_code(shown))
 
@@ -61,19 +61,10 @@ def forward(
 ) -> None:
     """Make a port of a running task reachable on this machine, at 127.0.0.1; Ctrl-C ends it."""
     with root_command.connect(ctx) as client:
-        task = one_command(client, given)
+        task = names.one_task(client, given)
         at = port if local < 0 else local
         why = asyncio.run(run_forward(client, task["id"], port, at))
     root_command.fail(NO_ANSWER, Text(f"The tunnel has ended: {why}."))
-
-
-def one_command(client: Client, given: str) -> JSON:
-    """Return the one unfinished task that was named."""
-    tasks = names.named_tasks(client, given)
-    if len(tasks) > 1:
-        known = ", ".join(f"{given}/{task['name']}" for task in tasks[:8])
-        raise typer.BadParameter(f"{given} has several tasks; name one of {known}")
-    return tasks[0]
 
 
 # --- a shell --------------------------------------------------------------------------------------

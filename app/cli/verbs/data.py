@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
-from zipfile import ZipFile, ZipInfo
 
 import typer
 
@@ -83,24 +82,13 @@ def _show_kept_files(
                     {"task": each["task"], "file": info.filename, "size_bytes": info.file_size}
                 )
                 if folder is not None:
-                    file = _extract(archive, info, folder)
+                    file = kept_files.extract(archive, info, folder)
                     err().print(f"{file}: {info.file_size} bytes")
     if listed:
         show(listed, output, lambda: table(listed, wording.KEPT_FILES))
         return
     err().print(f"No kept file matches {' '.join(patterns)}." if zips else "No files were kept.")
     raise typer.Exit(NOT_FOUND)
-
-
-def _extract(archive: ZipFile, info: ZipInfo, folder: Path) -> Path:
-    """Write a file of the zip into the folder, executable if it was; return its path."""
-    try:
-        file = Path(archive.extract(info, folder))
-        if bits := info.external_attr >> 16 & 0o111:
-            file.chmod(file.stat().st_mode | bits)
-        return file
-    except OSError as error:
-        raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _download(client: Client, given: list[JSON], folder: Path, *, unpacked: bool) -> None:
@@ -123,7 +111,7 @@ def _download(client: Client, given: list[JSON], folder: Path, *, unpacked: bool
 def _unpack(client: Client, path: str, folder: Path) -> None:
     with kept_files.opened_zip(client, path) as archive:
         for info in kept_files.files_in(archive):
-            _extract(archive, info, folder)
+            kept_files.extract(archive, info, folder)
     err().print(f"{folder}")
 
 

@@ -112,8 +112,9 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
     "VALIDATED": (["POST /requests:validate"], {}),
     "_SHARES": (["GET /fair-share"], {}),
 }
-#: Columns of rows that the command makes itself.
-OWN = {"CHECKS", "KEPT_FILES", "OUTPUTS"}
+#: Columns of rows that the command makes itself, or that lie inside an answer
+#: (`test_running_files` shows these).
+OWN = {"CHECKS", "KEPT_FILES", "OUTPUTS", "RUNNING_FILES"}
 
 
 def _columns() -> dict[str, list[Column]]:

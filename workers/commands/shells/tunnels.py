@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.core.model.provisions.tunnel import PER_TASK
+from app.core.model.provisions.tunnel import FILES, PER_TASK
 
 JSON = dict[str, Any]
 
 _PROGRAM = Path(__file__).with_name("tunnel_end.py")
+_READS_FILES = _PROGRAM.with_name("files_end.py")
 
 
 class InnerEnds:
@@ -25,6 +26,7 @@ class InnerEnds:
     def __init__(self) -> None:
         self._waiting: list[tuple[JSON, int]] = []  # ticket, descriptor of the socket
         self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._reading: set[int] = set()  # those among them that only read files
 
     @property
     def are_open(self) -> bool:
@@ -62,9 +64,22 @@ class InnerEnds:
     ) -> None:
         begun = start_end(ticket, fd, folder, environment, bound)
         self._started[begun.pid] = begun
+        if ticket["kind"] == FILES:
+            self._reading.add(begun.pid)
+
+    def end_reads(self) -> None:
+        """End the ends that only read files, so that the processes can be stored without them; the
+        call that reads is cut off, and may be made again.
+        """
+        for pid in self._reading & self._started.keys():
+            process = self._started.pop(pid)
+            process.kill()
+            process.wait()
+        self._reading.clear()
 
     def ended(self, pid: int, status: int) -> None:
         """Note that a process of the tree was reaped."""
+        self._reading.discard(pid)
         if (process := self._started.pop(pid, None)) is not None:
             process.returncode = status
 
@@ -75,7 +90,7 @@ class InnerEnds:
         self._waiting = []
         for process in self._started.values():
             process.returncode = process.returncode or 0
-        self._started = {}
+        self._started, self._reading = {}, set()
 
 
 _PROMPT = r"\[\e[1m\]job\[\e[0m\]:\w\$ "
@@ -89,7 +104,8 @@ def start_end(
     Its Python ignores site packages and PYTHON variables: so it starts in 20 ms, and does the same
     in every environment.
     """
-    argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(fd), json.dumps(ticket)]
+    program = _READS_FILES if ticket["kind"] == FILES else _PROGRAM
+    argv = [sys.executable, "-I", "-S", str(program), str(fd), json.dumps(ticket)]
     return subprocess.Popen(
         argv,
         cwd=folder,

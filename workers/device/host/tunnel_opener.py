@@ -8,7 +8,7 @@ import socket
 from dataclasses import asdict
 from typing import Any
 
-from app.core.model.provisions.tunnel import TunnelTicket, why_not_into
+from app.core.model.provisions.tunnel import FILES, TunnelTicket, why_not_into
 from workers.device.processes.resident import Resident
 from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.spawning import Spawner
@@ -42,6 +42,8 @@ class TunnelOpener:
         spec = resident.stay.spec
         if why := why_not_into("running", spec):
             return why
+        if ticket.kind == FILES and not resident.is_command:
+            return "only a command has a working folder"
         if resident.is_command:
             resident.send("open", [theirs.fileno()], ticket=asdict(ticket))
             return ""

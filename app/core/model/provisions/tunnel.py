@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.lifecycle import ENDED
+from app.core.model.provisions import running_files
 
 # not imported at run time: it is slow, and the command line needs this module for its tunnels
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ ENTERED = ("command", "job", "function")
 class TunnelKind(StrEnum):
     SHELL = "shell"
     FORWARD = "forward"
+
+
+#: Opened by a call of the API that reads files of a command, whose words say which. It lasts as
+#: long as the call, so it has no row.
+FILES = "files"
 
 
 def why_no_tunnel(
@@ -152,7 +158,8 @@ def frame_of(kind: FrameKind, channel: int = 0, body: bytes = b"") -> bytes:
 class TunnelTicket:
     """Opens one tunnel to one launch of a task, once and before `expires_s` (seconds since 1970).
 
-    `words` is the command of a shell; empty: the usual shell. `port` is the port to forward.
+    `words` is the command of a shell; empty: the usual shell. `port` is the port to forward. For
+    FILES, `words` are an operation and a path (`running_files`).
     """
 
     tunnel: str
@@ -194,8 +201,10 @@ def _fault(ticket: TunnelTicket) -> str:
         return "a text of the ticket is none, or too long"
     if any(type(number) is not int or number < 0 for number in numbers):
         return "a number of the ticket is none"
-    if ticket.kind not in set(TunnelKind) or len(ticket.words) > WORDS_MAX:
+    if ticket.kind not in {*TunnelKind, FILES} or len(ticket.words) > WORDS_MAX:
         return "an unknown kind of tunnel, or too many words"
+    if ticket.kind == FILES and not running_files.is_words(ticket.words):
+        return "the words of the ticket ask for no files"
     is_port = 1 <= ticket.port <= 65535 if ticket.kind == TunnelKind.FORWARD else not ticket.port
     sides = (ticket.rows, ticket.columns)
     return "" if is_port and all(1 <= side <= SIDE_MAX for side in sides) else "out of range"

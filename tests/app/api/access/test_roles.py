@@ -78,6 +78,8 @@ POST   /v1/tasks/{tsk}/migrate          401  403  403  202  202  404  404  202  
 POST   /v1/tasks/{tsk}/resize           401  403  403  202  202  404  404  202  work:write
 POST   /v1/tasks/{tsk}/cancel           401  403  403  202  202  404  404  202  work:write
 POST   /v1/tasks/{tsk}/tunnels          401  403  403  201  201  404  404  201  work:write
+GET    /v1/tasks/{tsk}/files            401  403  403  409  409  404  404  409  work:read
+GET    /v1/tasks/{tsk}/files/content    401  403  403  409  409  404  404  409  work:read
 GET    /v1/checkpoints/{ckp}            401  200  200  200  200  404  404  200  work:read
 GET    /v1/checkpoints/{ckp}/tensors    401  410  410  410  410  404  404  410  work:read
 GET    /v1/checkpoints/{ckp}/safetensors 401  410  410  410  410  404  404  410  work:read

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from dataclasses import asdict
 
 import pytest
 from sqlalchemy import func, select, text, update
@@ -29,7 +29,7 @@ from app.db.transactions import transaction
 from app.intake import tunnels
 from app.messaging.live_updates import changes
 from tests.serving import server  # noqa: F401
-from workers.commands.shells import tunnel_end
+from workers.commands.shells.tunnels import start_end
 from workers.device.tunnels import TunnelServer
 from workers.transfer.peer_auth import Links
 
@@ -42,7 +42,7 @@ class Host:
     """A device worker, as far as tunnels know it; it has one task."""
 
     def __init__(self):
-        self.task, self.ends = "", []
+        self.task, self.ends, self.folder = "", [], "."
         self.tunnels = TunnelServer(SECRET, lambda act: act(), self.open)
         self.links = Links("127.0.0.1", lambda act: act(), {peer_proof.TUNNEL: self.tunnels})
         self.tunnels.start()
@@ -51,9 +51,8 @@ class Host:
     def open(self, ticket, theirs):
         if (ticket.task, ticket.epoch) != (self.task, 1):
             return "the task is not on this device any more"
-        said = {name: getattr(ticket, name) for name in ticket.__slots__}
-        argv = [sys.executable, "-I", "-S", tunnel_end.__file__, str(theirs.fileno())]
-        self.ends.append(subprocess.Popen([*argv, json.dumps(said)], pass_fds=(theirs.fileno(),)))
+        begun = start_end(asdict(ticket), theirs.fileno(), self.folder, dict(os.environ), None)
+        self.ends.append(begun)
         return ""
 
     def close(self):

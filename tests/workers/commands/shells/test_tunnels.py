@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from app.core.model.protocol.messages import Finished, Paused, Started
-from app.core.model.provisions import tunnel
+from app.core.model.provisions import running_files, tunnel
+from app.core.model.provisions.running_files import LIST, READ
 from app.core.model.provisions.tunnel import WINDOW_BYTES, FrameKind
 from app.core.security import peer_proof
 from app.storage.signing import tunnel_key
@@ -361,3 +362,35 @@ def test_silent_connection_is_closed(running, monkeypatch):
     with peer_auth.at_desk(peer_proof.TUNNEL, running.reports[-1].links, key, named) as sock:
         sock.settimeout(PATIENCE_S)
         assert sock.recv(1) == b""
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def read_by(rig, operation, path):
+    """What the inner end sends for this; it is only read."""
+    with FarEnd(rig, ticket_for("t1", kind=tunnel.FILES, words=(operation, path))) as far:
+        sent = b""
+        while (frame := far.read())[0] == FrameKind.DATA:
+            sent += frame[2]
+        return frame[0], sent
+
+
+def test_files_of_a_running_command_are_read_within_its_walls(running):
+    kind, body = read_by(running, LIST, "")
+    assert kind == FrameKind.END
+    files = {file.path: file.size_bytes for file in running_files.read_list(body).files}
+    assert files["here"] == 0
+    assert not any(path.startswith(".roundhouse") for path in files)
+    kind, body = read_by(running, READ, "here")
+    assert (kind, running_files.read_head(body).size_bytes) == (FrameKind.END, 0)
+    assert not has_words(running, "files_end")
+
+
+def test_files_are_not_read_while_the_command_is_paused(running):
+    running.pause("t1")
+    running.event(Paused, "t1")
+    with FarEnd(running, ticket_for("t1", kind=tunnel.FILES, words=(LIST, ""))) as far:
+        assert not far.is_readable(0.5)
+        running.launch("t1", WAITS, epoch=2)
+        assert far.read()[0] == FrameKind.DATA
