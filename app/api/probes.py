@@ -31,7 +31,7 @@ from app.db.guarded_connection import refusal
 from app.db.models import Bundle, Device, Island
 from app.db.transactions import transaction
 from app.identity import secrets_key
-from app.insight.reports.health import told_clock
+from app.insight.reports.health import told_warnings
 from app.messaging import broker, outbox
 from app.settings import settings
 from app.storage.store import Store
@@ -228,12 +228,13 @@ def _devices(session: Session) -> Check:
     unfit = select(Device.id).where(Device.fitness.has_key("cordon")).order_by(Device.id)
     if names := session.scalars(unfit.limit(NAMED)).all():
         told += f"; cordoned for their health: {', '.join(names)}"
-    return Check(ok=live > 0, detail=f"{live} of {len(rows)} are up{told}{_clocks(session)}")
+    return Check(ok=live > 0, detail=f"{live} of {len(rows)} are up{told}{_warnings(session)}")
 
 
-def _clocks(session: Session) -> str:
+def _warnings(session: Session) -> str:
     up = select(Device).where(Device.lease_until > func.now()).order_by(Device.id)
-    off = [f"{device.id}: {told}" for device in session.scalars(up) if (told := told_clock(device))]
+    devices = session.scalars(up).all()
+    off = [f"{device.id}: {told}" for device in devices for told in told_warnings(device)]
     return "".join(f"; {told.rstrip('.')}" for told in off[:NAMED])
 
 

@@ -800,6 +800,8 @@ def _device_tasks(device: JSON) -> str:
 def device_health(device: JSON) -> str:
     """Say in a few words how a device is: why it is cordoned, or what is wrong, or its figures."""
     health = _health_of(device)
+    if device.get("failure"):
+        return str(device["failure"])
     if not health:
         return ""
     if health["is_checking"]:

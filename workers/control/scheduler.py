@@ -100,6 +100,8 @@ class Scheduler(Loop):
         self.routes: dict[str, NewsRoute] = {}
         # device -> incarnation and time of its newest heartbeat
         self.spoken: dict[str, tuple[str, int]] = {}
+        # device -> its newest report that could not be read, of those that its host signed
+        self.unreadable: dict[str, journal.UnreadableReport] = {}
         self.heartbeat_news = HeartbeatNews()
         self.nudged = threading.Event()
         self.pressing = threading.Event()  # set if a round is to begin at once
@@ -122,7 +124,12 @@ class Scheduler(Loop):
         """
         key, body = opened_body(outbox.message_keys(), sealed, hosts=self.roster.hosts)
         is_newest, objections = False, list[str]()
-        for said in heartbeats_in(body, sealed, key):
+        try:
+            heartbeats = heartbeats_in(body, sealed, key)
+        except BadMessage as error:
+            self._note_unreadable(body, key, str(error))
+            raise
+        for said in heartbeats:
             if objection := self._check_in(said, key):
                 objections.append(objection)
             elif self._is_newest(said):
@@ -131,6 +138,12 @@ class Scheduler(Loop):
         if objections:
             raise BadSignature("; ".join(objections))
         return is_newest
+
+    def _note_unreadable(self, body: JSON, key: str, why: str) -> None:
+        """Note a report that its own host signed, for the lists of people."""
+        report = journal.unreadable_report(body, why)
+        if report is not None and self.roster.has_key(report.device, key):
+            self.unreadable[report.device] = report
 
     def _check_in(self, said: Alive | Pulse, key: str) -> str:
         """Return why this heartbeat, sent by the host with `key`, does not count; "" if it does.
@@ -177,7 +190,7 @@ class Scheduler(Loop):
         self.replaced.clear()
         heard = self.backlog.take()
         look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
-        if heard or look_now:
+        if heard or look_now or self.unreadable:
             self._look(heard, look_now)
         every_s = settings().lease_s / PROGRESSES_A_LEASE
         self._write_progress(self.quiet.due(now_s=time.monotonic(), every_s=every_s))
@@ -364,6 +377,9 @@ class Scheduler(Loop):
             # 1. Let only one scheduler write at a time.
             row, due = self._begin(session), list[OutboxOrder]()
             self.roster.read(session)
+            unreadable, self.unreadable = self.unreadable, {}
+            if unreadable:
+                journal.note_unreadable(session, self.island, unreadable)
             # 2. Record the reports of devices.
             self.reports = {}
             quiet = None if careful else self.reports

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from app.core.model.descriptor import SHARING_NEED, labels_in
+from app.core.model.protocol.protocol_version import PROTOCOL
 from app.core.model.provisions import notice, session
 from app.core.security.addresses import addresses_by_name
 from app.core.security.sandbox_layers import Mode
@@ -258,6 +259,7 @@ class House:
             "splice": self.can_splice,
             # its residents see this device alone
             **({"ranks_apart": True} if self.kind != "cpu" else {}),
+            "protocol": PROTOCOL,
             "spec": True,  # for an island of the version before: a Launch may have a descriptor
             "image_key": True,  # the worker takes a Launch with the key of images
             "user": True,  # the worker takes a Launch with its user,

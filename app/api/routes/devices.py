@@ -353,6 +353,7 @@ _SHOWN = (
         "location",
         "sandbox",
         "torch",
+        "protocol",
     ),
     *("capabilities", "splice", "ranks_apart", "host_memory_bytes", "limits", "unlimited"),
 )

@@ -105,6 +105,9 @@ class DeviceFacts(Out):
         None, description="The sandbox layers around the processes of a task."
     )
     torch: str | None = None
+    protocol: int | None = Field(
+        None, description="The version of the messages of the device's worker."
+    )
     capabilities: list[str] = []
     splice: bool = Field(False, description="Whether ranks can take turns on the device.")
     host_memory_bytes: int | None = None

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from app.core.device import clock_skew
 from app.core.device.health_cordons import Fitness, HealthReport
 from app.core.device.health_findings import HealthVerdict
+from app.core.model.protocol.protocol_version import told_version
 from app.db.models import Device
 
 
@@ -46,12 +47,18 @@ def device_health(device: Device) -> DeviceHealthView:
         cordon_rule=why.rule if why is not None else None,
         cordon_reason=why.reason if why is not None else None,
         cordoned_at=_at(why.at_s) if why is not None else None,
-        warnings=[*warned, *filter(None, [fitness.suspicion, told_clock(device)])],
+        warnings=[*warned, *filter(None, [fitness.suspicion, *told_warnings(device)])],
         reading=device.health.get("reading", {}),
         notes=[
             DeviceHealthNote(at=_at(note.at_s), told=note.told) for note in reversed(fitness.notes)
         ],
     )
+
+
+def told_warnings(device: Device) -> list[str]:
+    """Say what is wrong with the device's host that no monitor of the device finds."""
+    told = told_clock(device), told_version(device.facts)
+    return [one for one in told if one]
 
 
 def told_clock(device: Device) -> str:

@@ -35,11 +35,17 @@ from app.scheduling.journal.reports.residents import LAUNCHES_UNSEEN
 from app.scheduling.journal.settlement import CHANGES, settle, write_down
 from app.scheduling.journal.task_writer import break_off, savepoint, tell
 from app.scheduling.journal.unassigned import cancel, give_up
+from app.scheduling.journal.unreadable import (
+    UnreadableReport,
+    note_unreadable,
+    unreadable_report,
+)
 
 __all__ = [
     "CHANGES",
     "LAUNCHES_UNSEEN",
     "STORE_AGAIN_S",
+    "UnreadableReport",
     "UnwrittenPlan",
     "break_off",
     "cancel",
@@ -48,6 +54,7 @@ __all__ = [
     "lock",
     "look_at_lots",
     "lose",
+    "note_unreadable",
     "order_round",
     "order_saves",
     "ordered",
@@ -59,6 +66,7 @@ __all__ = [
     "store",
     "store_part",
     "tell",
+    "unreadable_report",
     "unseat",
     "write_down",
     "write_progress",

@@ -216,6 +216,8 @@ ELSEWHERE = {
     "GET /v1/datablocks/{name}/files/{sha256}",  # it is no folder: test_folders.py
     "GET /v1/environments/{id}",  # no task of these asks for packages: test_environments.py
     "POST /v1/tasks/{id}/tunnels",  # no device hears of it: test_tunnels.py
+    "GET /v1/tasks/{id}/files",  # nor of its files: test_running_files.py
+    "GET /v1/tasks/{id}/files/content",
     "DELETE /v1/tenants/{id}",  # things belong to it: test_tenants.py
     "PATCH /v1/devices/{id}",  # it was changed by a cordon before: test_devices.py
 }

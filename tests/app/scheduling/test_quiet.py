@@ -17,9 +17,10 @@ from sqlalchemy import func, select, text
 
 from app.core.device.sent_reports import SentReports
 from app.core.model.protocol.messages import Alive, Pulse, ReportWanted, encode
+from app.core.model.protocol.wellformed import BadMessage
 from app.core.scheduling.rounds.quiet_heartbeats import QuietHeartbeats
 from app.db import transactions
-from app.db.models import Account, Enrolment, Placement, Task, Usage
+from app.db.models import Account, Device, Enrolment, Placement, Task, Usage
 from app.identity import enrolment
 from app.messaging import outbox
 from app.messaging.message_keys import MessageKeys
@@ -27,7 +28,7 @@ from app.messaging.outbox import NewsRoute
 from app.messaging.signed_messages import sealed_heartbeat
 from app.scheduling import journal
 from app.settings import settings
-from app.storage.signing import BadSignature, Signer
+from app.storage.signing import HEARTBEAT, BadSignature, Signer
 from tests.app.scheduling import test_protocol as protocol
 from tests.app.scheduling.test_island import (
     add_task,
@@ -152,6 +153,11 @@ def sealed(message, keys=KEY):
     if isinstance(message, Alive):
         message = replace(message, facts={**message.facts, "key": keys.public})
     return sealed_heartbeat(keys, message)
+
+
+def sealed_body(body):
+    """A heartbeat that is not well formed, signed by its host."""
+    return KEY.sealed(HEARTBEAT, json.dumps(body).encode(), to="")
 
 
 def report(**more):
@@ -369,6 +375,48 @@ class TestIsland:
         running.roster.read(session)
         with pytest.raises(BadSignature):
             running.receive(sealed(pulse(known), other))
+
+    def test_device_whose_reports_cannot_be_read_is_listed_with_what_to_do(
+        self, session, isle, sent
+    ):
+        """Its worker is of another version: the host signs what this version does not know."""
+        enrolment.enrol(session, "new", KEY.public, by="test")
+        isle.roster._due_s = 0.0
+        isle.roster.read(session)
+        body = encode(alive("new.0", host="new", kind="cuda", protocol=7)) | {"later": 1}
+        body["facts"] |= {"key": KEY.public}
+        with pytest.raises(BadMessage, match="Alive has no later"):
+            isle.receive(sealed_body(body))
+        isle.look()
+        device = session.get_one(Device, "new.0")
+        assert (device.host, device.kind, device.lease_until) == ("new", "cuda", None)
+        assert "messages 7; this service has 1" in device.facts["failed"]
+        assert "start the worker of this service's version" in device.facts["failed"]
+        # of a stranger nothing is kept
+        enrolment.revoke(session, "new")
+        isle.roster._due_s = 0.0
+        isle.roster.read(session)
+        body["device"] = "new.1"
+        with pytest.raises((BadMessage, BadSignature)):
+            isle.receive(sealed_body(body))
+        isle.look()
+        assert session.get(Device, "new.1") is None
+
+    def test_unreadable_report_changes_nothing_while_the_device_has_its_lease(
+        self, session, running, known
+    ):
+        body = encode(known) | {"later": 1, "sent_us": next(clock_us)}
+        body["facts"] = {**body["facts"], "key": KEY.public}
+        with pytest.raises(BadMessage):
+            running.receive(sealed_body(body))
+        running.look()
+        assert "failed" not in session.get_one(Device, "h.0").facts
+        pass_time(session, "devices", "lease_until", 600)
+        with pytest.raises(BadMessage):
+            running.receive(sealed_body(body))
+        running.look()
+        session.expire_all()
+        assert "cannot be read" in session.get_one(Device, "h.0").facts["failed"]
 
     def test_island_with_many_devices_asks_for_a_slower_beat_and_gives_a_longer_lease(
         self, session, running, sent, monkeypatch

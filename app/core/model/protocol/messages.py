@@ -389,6 +389,7 @@ class Alive:
     # images. "host_news" says that the news for all devices of the host go to the host's own queue.
     # "offers" is what the host can do and tasks may need. "clock_began_s" is the time of
     # the host's wall clock at which its monotonic clock was 0; it is shown, and decides nothing.
+    # So is "protocol" (`protocol_version`).
     facts: JSON
     residents: list[ResidentView]
     events: list[Event]

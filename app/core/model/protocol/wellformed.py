@@ -246,6 +246,7 @@ _FACTS = _object(
         "unlimited": _each(is_id),
         "capabilities": _each(is_id),
         "clock_began_s": _is_count,
+        "protocol": _is_count,
         "splice": lambda value: isinstance(value, bool),
         "image_key": lambda value: isinstance(value, bool),
         "paced": lambda value: isinstance(value, bool),

@@ -8,6 +8,8 @@ import pytest
 from sqlalchemy import event, func, select, update
 from sqlalchemy.exc import IntegrityError
 
+from app.api import probes
+from app.core.model.protocol.protocol_version import PROTOCOL, told_version
 from app.db.models import Device, Host, Island, Placement, Preset, Task
 from app.db.transactions import now_s
 from app.intake import tunnels
@@ -76,6 +78,19 @@ class TestDevices:
         assert none == []
         clock = tunnels._clock_s(session, session.get_one(Device, "h.0"))
         assert round(clock - now_s(session)) in (off_s, off_s - 1)
+
+    def test_worker_of_another_version_is_told(self, as_, session):
+        for id, protocol in (("h.0", {}), ("h.1", {"protocol": PROTOCOL})):
+            facts = {"island": "isle", "host": "h", **protocol}
+            session.execute(update(Device).where(Device.id == id).values(facts=facts))
+        session.commit()
+        old, new = as_("red.viewer").get("/v1/devices").json()["items"]
+        (warning,) = old["health"]["warnings"]
+        assert "is older (messages 0) than this service (messages 1)" in warning
+        assert new["health"]["warnings"] == []
+        assert new["facts"]["protocol"] == PROTOCOL
+        assert "h.0: Its worker is older" in probes._devices(session).detail
+        assert "is newer" in told_version({"island": "isle", "protocol": PROTOCOL + 1})
 
     def seat(self, session, submitted):
         session.add(
