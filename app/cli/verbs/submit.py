@@ -156,6 +156,7 @@ def submit(
 
     \b
     roundhouse submit train.py -- --epochs 2  (a script; its folder is sent along)
+    roundhouse submit job.sh  (a shell script, which bash runs)
     roundhouse submit folder -- python train.py --lr 0.1
     roundhouse submit train.py -e requirements.txt -- --epochs 2  (with packages)
     roundhouse submit folder --job train:Train -p lr=0.1
@@ -218,7 +219,7 @@ def submit(
 def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
     """Return the folder and the command.
 
-    A script becomes the command `python SCRIPT`, in the script's own folder.
+    A script becomes the command `python SCRIPT`, or `bash SCRIPT`, in the script's own folder.
     """
     if misplaced := [word for word in words if word in _OWN_OPTIONS]:
         err().print(
@@ -228,9 +229,9 @@ def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[st
         return source, words
     if not source.exists():
         raise typer.BadParameter(_not_there(source, words))
-    if source.suffix != ".py":
+    if (program := _PROGRAMS.get(source.suffix)) is None:
         return source, words
-    return source.parent, ["python", source.name, *words]
+    return source.parent, [program, source.name, *words]
 
 
 def _usual_name(source: Path | None) -> str:
@@ -241,6 +242,7 @@ def _usual_name(source: Path | None) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", named).strip("._-")[:63]
 
 
+_PROGRAMS = {".py": "python", ".sh": "bash"}  # what runs a script
 _NUMBER = re.compile(r"\d+(\.\d+)?")  # bytes or seconds; otherwise the text has a unit
 _OWN_OPTIONS = {
     "--environment",
