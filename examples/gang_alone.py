@@ -35,8 +35,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from workers.commands.gang.gathering import Gathering
 from workers.hardware.accelerator import Accelerator, default_generators
 from workers.ranks import host_bridge, turns
+from workers.ranks.native.rank import NativeRank
 from workers.ranks.rank import TIMEOUT_S, Rank
 from workers.ranks.shared_memory import Arena, Handles, close, make
 from workers.ranks.turns import GangFailed
@@ -68,6 +70,11 @@ class GangSpec:
     hosts: tuple[int, ...] = ()
     kind: str = "cpu"  # kind of the devices; on an accelerator each slot is a device of this host
     path: str = ""  # a folder to add to the module search path
+    # True: torch's own groups, one device for each rank (`workers.ranks.native`)
+    native: bool = False
+    holds: int = (
+        0  # seed of random moments at which these groups are dropped and built anew; 0: none
+    )
     # rendezvous file; if set, stock gloo runs over it instead of turns, for comparison
     peers: str = ""
 
@@ -122,7 +129,7 @@ class StockRank:
 # --- one rank's life ------------------------------------------------------------------------------
 
 
-def live(gang: GangSpec, rank: Rank | StockRank) -> JSON:
+def live(gang: GangSpec, rank: Rank | NativeRank | StockRank) -> JSON:
     """Build the job, step it to its end, and return this rank's report."""
     ctx = RankContext(gang, rank.number)
     _seed()
@@ -143,7 +150,11 @@ def live(gang: GangSpec, rank: Rank | StockRank) -> JSON:
 
 
 def _stepped(
-    gang: GangSpec, rank: Rank | StockRank, job: Any, ctx: RankContext, losses: list[Any]
+    gang: GangSpec,
+    rank: Rank | NativeRank | StockRank,
+    job: Any,
+    ctx: RankContext,
+    losses: list[Any],
 ) -> dict[str, float]:
     begun = time.process_time(), time.monotonic()
     while ctx.result is None and ctx.step < gang.steps:
@@ -222,7 +233,10 @@ def run(gang: GangSpec) -> list[JSON]:
             pid, read = _fork(gang, arena.handles, rank)
             children[pid] = _Child(rank, read, arena)
         bridges = _bridged(arenas) if gang.hosts else []
-        stories = _told_by(children)
+        holds = RandomHolds(arenas[0], gang.holds) if gang.holds else None
+        stories = _told_by(children, holds)
+        if holds is not None:
+            stories[0]["held_s"] = holds.held_s
         _must_end(bridges)
         return stories
     finally:
@@ -297,7 +311,9 @@ def _see_one_device(gang: GangSpec, rank: int) -> None:
     os.environ[f"{gang.kind.upper()}_VISIBLE_DEVICES"] = str(seat)
 
 
-def _ready(gang: GangSpec, handles: Handles, rank: int) -> Rank:
+def _ready(gang: GangSpec, handles: Handles, rank: int) -> Rank | NativeRank:
+    if gang.native:
+        return NativeRank(handles, rank, kind=gang.kind)
     return Rank(
         handles,
         rank,
@@ -309,9 +325,31 @@ def _ready(gang: GangSpec, handles: Handles, rank: int) -> Rank:
     )
 
 
-def _told_by(children: dict[int, _Child]) -> list[JSON]:
+class RandomHolds:
+    """Drops the groups of a gang at random moments, and lets the ranks build them anew."""
+
+    def __init__(self, arena: Arena, seed: int) -> None:
+        self.gathering, self.chance = Gathering(arena), random.Random(seed)
+        self.next_s = time.monotonic() + self.chance.uniform(0.0, 0.5)
+        self.begun_s: float | None = None
+        self.held_s: list[float] = []  # how long each order took until the groups were dropped
+
+    def mind(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self.next_s:
+            return
+        self.begun_s = now_s if self.begun_s is None else self.begun_s
+        if self.gathering.has_come(now_s):
+            if not self.gathering.is_dropped:
+                raise RuntimeError(f"an order was taken back: {self.gathering.counters()}")
+            self.held_s.append(now_s - self.begun_s)
+            self.gathering.end()
+            self.begun_s, self.next_s = None, now_s + self.chance.uniform(0.0, 0.2)
+
+
+def _told_by(children: dict[int, _Child], holds: RandomHolds | None = None) -> list[JSON]:
     stories: dict[int, JSON] = {}
-    for pid, text in _until_all_ended(children):
+    for pid, text in _until_all_ended(children, holds):
         child = children[pid]
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -321,10 +359,14 @@ def _told_by(children: dict[int, _Child]) -> list[JSON]:
     return [stories[rank] for rank in sorted(stories)]
 
 
-def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
+def _until_all_ended(
+    children: dict[int, _Child], holds: RandomHolds | None
+) -> Iterator[tuple[int, str]]:
     texts = {child.read: (pid, bytearray()) for pid, child in children.items()}
     while texts:
-        readable, _, _ = select.select(list(texts), [], [])
+        readable, _, _ = select.select(list(texts), [], [], None if holds is None else 0.002)
+        if holds is not None:
+            holds.mind()
         for read in readable:
             pid, text = texts[read]
             piece = os.read(read, 1 << 16)

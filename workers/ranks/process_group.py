@@ -182,7 +182,7 @@ def _in_words(ticket: CallView, timeout_s: float) -> None:
 # --- the process group ----------------------------------------------------------------------------
 
 
-def _untraced(cls: type) -> type:
+def untraced(cls: type) -> type:
     """Class decorator that keeps compilers out of a group's methods.
 
     A compiled graph ends before each call of a method.
@@ -193,7 +193,7 @@ def _untraced(cls: type) -> type:
     return cls
 
 
-@_untraced
+@untraced
 class SpliceGroup(dist.ProcessGroup):
     """A `torch.distributed` group. Each method is a collective as c10d calls it."""
 

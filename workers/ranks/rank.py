@@ -61,7 +61,15 @@ class Rank:
         if self.squash is not None:
             self.squash.install()
         self.turns.join()
+        self.start()
+
+    def start(self) -> None:
+        """Create the default group."""
         process_group.start(self.turns, self.timeout_s)
+
+    def store(self) -> process_group.SharedStore:
+        """Return a store of the gang's keys."""
+        return process_group.SharedStore(self.turns, self.timeout_s)
 
     @property
     def number(self) -> int:
@@ -82,6 +90,10 @@ class Rank:
     def end(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        self.finish()
+
+    def finish(self) -> None:
+        """Mark this rank as done."""
         self.turns.finish()
 
     def accounts(self) -> JSON:

@@ -46,8 +46,7 @@ _TEXT = 16
 BRIDGE_WAITS = 10  # word in the table's head: 1 if the bridge must be woken when a call is over
 _POSTED, _OFFSET, _BYTES, _MERGED = range(4)
 
-# number of `take` calls after which unused memory goes back to the host @50#: Functions (into,
-# from) by name that combine two contributions by changing `into`.
+# number of `take` calls after which unused memory goes back to the host
 UNUSED_TAKES = 64
 GIVE_BACK_BYTES = 1 << 20
 

@@ -38,6 +38,8 @@ from typing import Any
 import numpy
 import torch
 
+#: Environment variable of a command's rank: `Handles`, its number and its engine, as JSON.
+GANG = "ROUNDHOUSE_GANG"
 LAND_BYTES = 1 << 42  # size of the address space; memory is used only where something was written
 #: The same size for a gang whose processes may be stored: CRIU looks at each page, 64 GiB in 0.1 s.
 STORED_LAND_BYTES = 1 << 36
@@ -57,6 +59,8 @@ _BRIDGE = 9  # word of the head: the process id of the bridge
 LOOK_EVERY_S = 0.25  # in seconds: how often a waiting rank checks that the other ranks are alive
 TOLD_LIMIT_BYTES = 1 << 17  # per message to the bridge
 _PUNCH_HOLE_KEEP_SIZE = 3
+_FUTEX = {"aarch64": 98}.get(os.uname().machine, 202)  # number of the system call
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -125,7 +129,8 @@ class _Layout:
         self.seat = self.rank + ranks * RANK_WORDS
         self.group = self.seat + ranks * SEAT_WORDS
         self.slot_words = SLOT_WORDS + 6 * ranks
-        self.group_words = 16 + ranks + DEPTH * self.slot_words
+        self.group_head = 16 + 3 * ranks  # members, and `native.call_counters`
+        self.group_words = self.group_head + DEPTH * self.slot_words
         self.words = self.group + GROUPS * self.group_words
 
 
@@ -159,6 +164,7 @@ class Arena:
         self._lock = _Lock(handles.lock)
         self._polls: dict[tuple[int, ...], Any] = {}
         self.words = memoryview(self._board).cast("q")
+        self._board_address = ctypes.addressof(ctypes.c_char.from_buffer(self._board))
         self._land_bytes = min(os.fstat(handles.land).st_size, LAND_BYTES)
         self._land = mmap.mmap(handles.land, self._land_bytes)
         self.land = torch.frombuffer(self._land, dtype=torch.uint8)
@@ -176,7 +182,7 @@ class Arena:
         return self._layout.group + index * self._layout.group_words
 
     def slot(self, index: int, sequence: int) -> int:
-        inside = 16 + self.ranks + sequence % DEPTH * self._layout.slot_words
+        inside = self._layout.group_head + sequence % DEPTH * self._layout.slot_words
         return self.group(index) + inside
 
     # --- other hosts ---
@@ -278,6 +284,25 @@ class Arena:
             return False
         fcntl.lockf(self.handles.lock, fcntl.LOCK_UN, 1, 1 + rank)
         return True
+
+    # --- words to sleep on ---
+
+    def wait_while(self, place: int, value: int, timeout_s: float) -> None:
+        """Sleep while the word at `place` has this value, at most `timeout_s`; may return early.
+
+        Any process that has the table can wake the sleepers (futex(2)).  An eventfd could not be
+        found again by the stub of a restored gang.
+        """
+        seconds = int(timeout_s)
+        limit = (ctypes.c_int64 * 2)(seconds, int((timeout_s - seconds) * 1e9))
+        _libc.syscall(_FUTEX, self._word(place), _FUTEX_WAIT, value & 0xFFFFFFFF, limit, None, 0)
+
+    def wake(self, place: int) -> None:
+        """Wake all that sleep on the word at `place`."""
+        _libc.syscall(_FUTEX, self._word(place), _FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
+
+    def _word(self, place: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._board_address + 8 * place)
 
     # --- eventfds ---
 
