@@ -15,7 +15,7 @@ IN_THE_DESCRIPTOR = (
 # a Launch has `secrets` of its own, beside those of the descriptor
 LATER = (
     "env", "notice", "environment", "resources", "secret_names", "session", "from_checkpoint",
-    "isolation", "artifacts", "retry",
+    "isolation", "artifacts", "retry", "collectives",
 )  # fmt: skip
 
 

@@ -340,6 +340,14 @@ _TASK = _object(
             " command on accelerators needs a device of its own",
             1,
         ),
+        "collectives": {
+            "type": "string",
+            "enum": ["exact", "native"],
+            "default": "exact",
+            "description": "whose collectives the ranks use. `exact`: the service's own, with the"
+            " same bits on any number of devices. `native`: torch's own, NCCL or gloo, at full"
+            " speed; a command only, with a device for each rank: devices.min is `world_size`",
+        },
         "devices": _object(
             {
                 "kind": {

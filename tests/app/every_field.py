@@ -42,8 +42,8 @@ FACTS = {
     "gives": {"cpus": 64_000, "memory": 2**40, "disk": 2**40, "processes": 1000},
     "offers": [
         "egress", "env", "fraction", "image:debian", "isolation", "isolation:user", "limit:cpus",
-        "limit:disk", "limit:memory", "limit:processes", "mount:pictures", "notice", "secrets",
-        "session",
+        "limit:disk", "limit:memory", "limit:processes", "mount:pictures", "native", "notice",
+        "secrets", "session",
     ],
 }  # fmt: skip
 CHECKPOINT = f"ckp_{7:032x}"
@@ -188,6 +188,13 @@ TASKS: list[JSON] = [
             "space": {"rate": [51, 52], "deep": {"int": [61, 63]}},
         },
         "stop": {"metric": "acc", "goal": "max", "rungs": [71, 72], "keep": 0.4},
+    },
+    {
+        "name": "gang",
+        "run": {"command": ["python", "tool.py"]},
+        "world_size": 2,
+        "collectives": "native",
+        "devices": {"kind": KIND, "min": 2, "max": 2},
     },
     {"name": "boxed", "run": {"command": ["true"]}, "image": "debian", "devices": {"kind": KIND}},
 ]

@@ -410,7 +410,8 @@ NOT_ON_PAGE: dict[str, set[Place]] = {
         path for path in TASK_FIELDS if path[0] == "devices"
     },
     "whoever wrote them knows them; they change nothing that the page shows": {
-        ("world_size",), ("islands",), ("checkpoint", "every_s"), ("checkpoint", "keep"),
+        ("world_size",), ("collectives",), ("islands",), ("checkpoint", "every_s"),
+        ("checkpoint", "keep"),
         ("retry", "max"), ("retry", "backoff", "first_s"), ("retry", "backoff", "most_s"),
         ("retry", "rules"), ("max_duration_s",), ("from_checkpoint",), ("isolation",),
         ("notice", "signal"), ("notice", "seconds"), ("session", "idle_s"), ("image",),

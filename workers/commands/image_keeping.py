@@ -36,7 +36,8 @@ class Keeping:
         self.last_step: int | None = None  # step of the newest image that is stored or on its way
         self.left_s = -1e9  # when the newest image left
         self.saved_s = self.told_s = time.monotonic()
-        # "", "ahead", "copy" or "told"; in "told" the slab belongs to the supervisor
+        # "", "ahead", "point", "copy" or "told"; in "point" the ranks come to a common point, in
+        # "told" the slab belongs to the supervisor
         self.stage = ""
         self.has_beside = False  # True if the image has the folders beside the working folder
         self.failed = False  # the last image was not stored; the supervisor says when to retry
@@ -102,6 +103,9 @@ class Keeping:
         if self._done:
             self._done = False
             self._copied()
+        if self.stage == "point" and self.stub.comes_to_point():
+            self.stage = ""
+            self._copy()
         if not self.stage and self.due_in_s() <= 0:
             self.is_wished = "save" in self.stub.wishes
             self.stub.wishes -= {"save"}
@@ -130,7 +134,9 @@ class Keeping:
             self.last_step, self.failed = None, True
 
     def finish(self) -> None:
-        """Wait until no image is on its way."""
+        """Wait until no image is on its way; give up one for which the ranks still run."""
+        if self.stage == "point":
+            self.stage = ""
         while self.stage:
             self.stub.listen(0.05, self.stub.wakeups.fd)
             self.stub.wakeups.clear()
@@ -208,7 +214,8 @@ class Keeping:
         if isinstance(result, BaseException):
             self._not_copied(result)
         elif stage == "ahead":
-            self._copy()
+            self.stage = "point"
+            self.mind()
         elif isinstance(result, FolderImage):
             self._tell(result, tree)
 

@@ -39,7 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.core.device.gang_watch import GangWatch
+from app.core.device.common_point import HOLD_WITHIN_S
+from app.core.device.gang_watch import GangWatch, who_is_behind
 from app.core.model import codec
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.protocol.messages import ARTIFACTS
@@ -83,7 +84,6 @@ from workers.process.isolation import sandbox
 from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
-from workers.ranks.standings import standings
 from workers.residents.endings import Abandoned, Ending
 from workers.residents.progress import FULL_S, REPORT_S
 from workers.switching.image_file import Image
@@ -93,6 +93,8 @@ JSON = dict[str, Any]
 FREEZE_WITHIN_S = 5.0  # a tree that does not stop within this is killed
 END_WITHIN_S = 5.0  # limit until a killed tree is gone
 MEMORY_S = 1.0  # memory is measured at most this often
+_STOPPED_BEFORE = "its ranks were stopped before they came to a common point"
+POINT_S = 0.002  # how often the stub looks whether the ranks have come to their common point
 
 
 # --- the stub -------------------------------------------------------------------------------------
@@ -156,6 +158,7 @@ class Stub:
     is_in_doubt: bool = False  # True if the processes can be stored at all
     gang: Gang | None = None  # the gang, if there are several ranks
     watch: GangWatch = field(default_factory=GangWatch)  # finds the rank that is behind
+    not_at_point: str = ""  # why the ranks were stopped although they hold groups of torch's own
     rank_tree: RankTree | None = None  # the ranks' process tree, if their processes can be stored
     tree_before: JSON | None = None  # the image's ranks and their gang
     # ids of processes whose device memory has left
@@ -227,7 +230,8 @@ class Stub:
 
     def _make_gang(self) -> None:
         size, is_stored = self.spec.world_size, self.start.stores_processes
-        self.gang = Gang.made(size, self.start.seats[0], is_stored=is_stored)
+        slots, engine, kind = self.start.seats[0], self.spec.collectives, self.start.kind
+        self.gang = Gang.made(size, slots, engine, kind, is_stored=is_stored)
 
     def _fill(self, folder: Path) -> None:
         """Fill the folder from its image, or from the bundle for a new command."""
@@ -283,7 +287,8 @@ class Stub:
         try:
             told: JSON = self.tree_before or {}
             ranks = RankTree.adopted(root, told)
-            self.gang = Gang.adopted(told["gang"], root.pid, self.start.seats[0])
+            slots, engine, kind = self.start.seats[0], self.spec.collectives, self.start.kind
+            self.gang = Gang.adopted(told["gang"], root.pid, slots, engine, kind)
         except (OSError, KeyError, TypeError, ValueError) as error:
             self._make_gang()
             return f"its ranks are not as they were: {error!r:.200}"
@@ -305,6 +310,8 @@ class Stub:
         self.tunnels.end_reads()
         has_beside, has_tunnels = self.keeping.has_beside, self.tunnels.are_open
         try:
+            if self._holds_groups:
+                raise NotStored(self.not_at_point or _STOPPED_BEFORE)
             told = announced(
                 self.tree,
                 root,
@@ -313,7 +320,8 @@ class Stub:
                 has_tunnels=has_tunnels,
             )
         except NotStored as error:
-            self.tell_not_stored(str(error), is_lasting=not has_tunnels)
+            is_lasting = not (has_tunnels or self._holds_groups)
+            self.tell_not_stored(str(error), is_lasting=is_lasting)
             return {"bound_because": str(error)}
         if told:
             self.held.add("image")
@@ -365,6 +373,8 @@ class Stub:
 
     def _quiet_s(self) -> float:
         due_s = [self.keeping.due_in_s()]
+        if self._gathers:
+            due_s.append(POINT_S)
         if self.is_seated:
             due_s += [self._report_s if self.progress.is_new else MEMORY_S]
             due_s += [notices.RETRY_S] if self.signal is not None else []
@@ -426,7 +436,8 @@ class Stub:
         if self.asked_seats and self.gang is not None:
             self.gang.want(self.asked_seats, tell=True)
             self.asked_seats = 0
-        if "pause" in self.wishes and self.is_seated and not self._must_run_to_leave():
+        may_pause = self.is_seated and not self._must_run_to_leave()
+        if "pause" in self.wishes and may_pause and self.comes_to_point():
             self.mind_ends()
             if any(self._is_again(process.returncode) for process in self.processes):
                 self.status = AGAIN  # the other ranks cannot go on without the ranks that left
@@ -522,6 +533,51 @@ class Stub:
             self.let_go("trust")
             self.say("moving")
 
+    # --- a common point of the ranks ---
+
+    def comes_to_point(self) -> bool:
+        """True once ranks with torch's own groups have let go of them, or are not to.
+
+        Until then the ranks run, and this is asked again.  Groups that stay would keep processes
+        from being stored, and device memory from leaving.  Where neither is to happen, the ranks
+        are frozen as they are: their groups have no deadlines.
+        """
+        gathering = self.gang.gathering if self.gang is not None else None
+        if gathering is None or self.held or not self.processes or self.status is not None:
+            return True
+        if not (self.keeping.may_have_processes() or self.devices.can_leave):
+            return True
+        if not gathering.has_come(time.monotonic()):
+            return False
+        if not gathering.is_dropped:
+            self.not_at_point = self._why_no_point()
+            self.tell_not_stored(self.not_at_point, is_lasting=False)
+        return True
+
+    def _why_no_point(self) -> str:
+        assert self.gang is not None
+        behind = who_is_behind(self.gang.standings())
+        told = f"its ranks came to no common point within {HOLD_WITHIN_S:.0f} s"
+        return f"{told}: {behind}" if behind else told
+
+    @property
+    def _holds_groups(self) -> bool:
+        """True if ranks have groups of torch's own, whose sockets cannot be stored."""
+        gathering = self.gang.gathering if self.gang is not None else None
+        return gathering is not None and not gathering.is_dropped
+
+    @property
+    def _gathers(self) -> bool:
+        """True while the ranks are on their way to a common point."""
+        gathering = self.gang.gathering if self.gang is not None else None
+        return gathering is not None and gathering.lasts
+
+    def _leave_point(self) -> None:
+        """Let the ranks build their groups anew, now that they run."""
+        self.not_at_point = ""
+        if self.gang is not None and self.gang.gathering is not None:
+            self.gang.gathering.end()
+
     # --- stop and continue ---
 
     def hold(self, why: str, within_s: float = FREEZE_WITHIN_S) -> None:
@@ -561,6 +617,7 @@ class Stub:
         self.tree.thaw()
         try:
             self.devices.come_back()
+            self._leave_point()
         except NotDone as error:
             told = f"its device memory could not be restored: {error}"
             if not self.away_before:
@@ -720,7 +777,7 @@ class Stub:
     def _mind_ranks(self) -> None:
         if self.gang is not None:
             runs = self.is_seated and not self.held
-            where = standings(self.gang.board) if runs else None
+            where = self.gang.standings() if runs else None
             who = self.watch.news(where, time.monotonic())
             if who is not None:
                 self.say("behind", who=who)

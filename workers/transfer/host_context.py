@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from app.core.model.descriptor import SHARING_NEED, labels_in
 from app.core.model.protocol.protocol_version import PROTOCOL
-from app.core.model.provisions import notice, session
+from app.core.model.provisions import collectives, notice, session
 from app.core.security.addresses import addresses_by_name
 from app.core.security.sandbox_layers import Mode
 from app.messaging.message_keys import MessageKeys
@@ -43,6 +43,8 @@ from workers.transfer.installs.environments import Environments
 
 JSON = dict[str, Any]
 
+#: What every host of this version gives to tasks.
+_OFFERS = ("env", "secrets", notice.NEED, session.NEED, "isolation", SHARING_NEED)
 CPU_BYTES = 4 * 2**30  # memory of a CPU device, unless set
 
 
@@ -267,7 +269,7 @@ class House:
             "paced": True,  # the worker takes an answer that says when to report again
             "pulses": True,  # the worker takes an answer that lets it send a Pulse
             **({"host_news": True} if self.host_news else {}),
-            "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation", SHARING_NEED],
+            "offers": [*_OFFERS, *([collectives.NEED] if self.kind in collectives.KINDS else [])],
         }
 
 

@@ -61,6 +61,10 @@ def submit(
     kind: Annotated[
         str, typer.Option(help="kind of device; each rank of a command gets an accelerator")
     ] = "cpu",
+    collectives: Annotated[
+        str,
+        typer.Option(help="native: the ranks use torch's own, NCCL or gloo, on a device each"),
+    ] = "",
     out: Annotated[
         list[str] | None,
         typer.Option("--out", help="file or folder of the command that is kept; repeatable"),
@@ -163,6 +167,7 @@ def submit(
     roundhouse submit train.py --matrix lr=1e-3,1e-4 --matrix seed=0-9 -- --lr '${matrix.lr}'
     roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
     roundhouse submit train.py --matrix seed=0-9 --stop loss@1000,3000 -- --seed '${matrix.seed}'
+    roundhouse submit train.py --ranks 4 --kind cuda --collectives native
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
@@ -171,7 +176,7 @@ def submit(
         _must_read_params(source, job)
     source, command = _script(source, command or [])
     run = _run(source, job, command, bundle)
-    descriptor = _descriptor(source, run, ranks, kind)
+    descriptor = _descriptor(source, run, ranks, kind, collectives)
     if name or (run is not None and usual_name):
         descriptor["name"] = name or usual_name
     if param:
@@ -250,6 +255,7 @@ _OWN_OPTIONS = {
     "--check",
     "--ranks",
     "--kind",
+    "--collectives",
     "--network",
     "--mount",
     "--image",
@@ -298,21 +304,25 @@ def _run(source: Path | None, job: str, command: list[str], bundle: Path | None)
     return {"job": job} if job else {"command": command}
 
 
-def _descriptor(source: Path | None, run: JSON | None, ranks: int, kind: str) -> JSON:
+def _descriptor(
+    source: Path | None, run: JSON | None, ranks: int, kind: str, collectives: str
+) -> JSON:
     if run is not None:
         name = "train" if "job" in run else "command"
         task: JSON = {"name": name, "type": "train", "run": run, "world_size": ranks}
         if kind != "cpu":
             task["devices"] = {"kind": kind, **({"min": ranks} if "command" in run else {})}
+        if collectives:
+            task["collectives"] = collectives
         return {"tasks": [task]}
     if source is None:
         raise typer.BadParameter(
             "name what to submit: a script, a descriptor, or a folder with code"
         )
-    if ranks > 1 or kind != "cpu":
+    if ranks > 1 or kind != "cpu" or collectives:
         raise typer.BadParameter(
-            "--ranks and --kind do not apply to a descriptor; set world_size and devices in its "
-            "tasks"
+            "--ranks, --kind and --collectives do not apply to a descriptor; set world_size, "
+            "devices and collectives in its tasks"
         )
     from app.cli.descriptor_file import read_descriptor
 

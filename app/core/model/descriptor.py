@@ -43,8 +43,14 @@ from app.core.model.fields import (
     shortened,
 )
 from app.core.model.launchers import find_launcher
-from app.core.model.provisions import network_policy, notice, session
+from app.core.model.provisions import collectives, network_policy, notice, session
 from app.core.model.provisions.artifacts import read_artifacts
+from app.core.model.provisions.collectives import (
+    EXACT,
+    NATIVE,
+    check_devices,
+    read_collectives,
+)
 from app.core.model.provisions.container_image import need_of_image, read_image
 from app.core.model.provisions.environment import (
     EnvironmentFile,
@@ -236,6 +242,8 @@ class TaskDescriptor:
     # one of ISOLATIONS, or "" for a function that shares its process within its request
     # (`core.model.shared_process`)
     isolation: str = ""
+    # whose sums the ranks have: one of `provisions.collectives.ENGINES`
+    collectives: str = EXACT
     # Set for a lot, which is many tasks (`provisions.lots`); its members have none.
     array: Array | None = None
     matrix: Matrix | None = None
@@ -333,6 +341,8 @@ def _task(fields: Fields) -> TaskDescriptor:
     if task.run.kind == "command":
         _check_command(fields, task)
     check_variables(fields, task.env, task.secrets, is_command=task.run.kind == "command")
+    if task.collectives == NATIVE:
+        check_devices(fields, task.devices, task.world_size)
     if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
         told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
         fields.fault("islands", told)
@@ -365,6 +375,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
     world_size = fields.integer("world_size", usual, least=1, most=100_000)
     max_duration_s = fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S)
     array, matrix, search = read_lot(fields)
+    engine = read_collectives(fields, run_kind=run.kind, world_size=world_size)
     task = TaskDescriptor(
         name=name,
         type=fields.text("type", "default", NAME, NAME_RULE),
@@ -377,7 +388,10 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
         start=_start(fields.inside("start")),
         world_size=world_size,
         devices=_devices(
-            fields.inside("devices"), world_size, 1 if run.kind in ONE_DEVICE else world_size
+            fields.inside("devices"),
+            world_size,
+            least=world_size if engine == NATIVE else 1,
+            most=1 if run.kind in ONE_DEVICE else world_size,
         ),
         islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
@@ -401,6 +415,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             is_session=fields.body.get("session") is not None,
         ),
         isolation=fields.one_of("isolation", ISOLATIONS, ""),
+        collectives=engine,
         array=array,
         matrix=matrix,
         search=search,
@@ -431,6 +446,7 @@ def needs_of(task: TaskDescriptor) -> dict[str, str]:
         session.NEED: ("session", task.session),
         "isolation": ("isolation", task.isolation == OWN_PROCESS),
         SHARING_NEED: ("isolation", task.isolation == OF_USER),
+        collectives.NEED: ("collectives", task.collectives == NATIVE),
     }
     needs = {need: field for need, (field, value) in asked.items() if value}
     mounts = {need_of(name): f"mounts/{escaped(target)}" for target, name in task.mounts.items()}
@@ -627,12 +643,15 @@ def _executors(body: JSON) -> int:
     return most if isinstance(most, int) and 1 <= most <= 100_000 else 1
 
 
-def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
+def _devices(fields: Fields, world_size: int, *, least: int, most: int) -> Devices:
+    """Read `devices`; `least` and `most` are the numbers of devices that the task has by
+    default.
+    """
     if not fields.given:
-        return Devices(max=usual_most)
+        return Devices(min=least, max=max(least, most))
     why = f", as world_size is {world_size}"
-    least = fields.integer("min", 1, least=1, most=world_size, why=why)
-    most = fields.integer("max", max(least, usual_most), least=1, most=world_size, why=why)
+    least = fields.integer("min", least, least=1, most=world_size, why=why)
+    most = fields.integer("max", max(least, most), least=1, most=world_size, why=why)
     if least > most:
         fields.fault("min", f"min must be at most max; got min {least} and max {most}", "range")
     devices = Devices(
@@ -764,6 +783,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "resources": task.resources.as_json(),
         "session": task.session.as_json() if task.session is not None else None,
         "isolation": task.isolation or None,
+        "collectives": task.collectives,
         "array": task.array.as_json() if task.array is not None else None,
         "matrix": task.matrix.as_json() if task.matrix is not None else None,
         "search": task.search.as_json() if task.search is not None else None,

@@ -35,6 +35,7 @@ _EXAMPLES = {
     "retry": '{"max": 3}, or "never"',
     "resources": '{"cpus": 4, "memory_bytes": 16e9}',
     "isolation": '"process" or "user"',
+    "collectives": '"exact" or "native"',
     "notice": '{"signal": "SIGUSR1", "seconds": 60}',
     "checkpoint": '{"every_s": 60}',
     "network": '{"allow": ["huggingface.co:443"]}',
@@ -56,6 +57,7 @@ OF_TASK = frozenset(
     | {"devices", "islands"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
     | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
+    | {"collectives"}
     | {"array", "matrix", "search", "stop"}
 )
 

@@ -4,8 +4,11 @@
     script -> init_process_group(...) -> here: joined to the gang -> the group is `splice`
 
 From then on the process takes turns with the other ranks, as a rank of a job does; before that it
-runs like any process.  The first process of a rank that asks becomes the rank.  Further processes
-that the script starts, and a script that makes a world of another size, get torch's own group.
+runs like any process.  With native collectives it takes no turns, and the group is `native`, which
+hands its calls to torch's own.
+
+The first process of a rank that asks becomes the rank.  Further processes that the script starts,
+and a script that makes a world of another size, get torch's own group.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workers.commands.gang.ranks import GANG
 from workers.ranks import process_group, turns
+from workers.ranks.native import group as native_group
+from workers.ranks.native.rank import NativeRank
 from workers.ranks.rank import Rank
-from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Handles
+from workers.ranks.shared_memory import GANG, LAND_BYTES, STORED_LAND_BYTES, Arena, Handles
 from workers.ranks.turns import RankState
 
 # Ranks that wait for each other, or for a dead rank, are detected without a deadline.  A deadline
@@ -33,16 +37,17 @@ DEADLINE_S = 365 * 86400.0
 # Seconds that a rank whose group failed waits at most for the ranks that ended before it.
 GO_FIRST_S = 10.0
 
-_rank: Rank | None = None
+_rank: Rank | NativeRank | None = None
 _begun = 1  # default groups made so far
 
 
 def init_process_group(
     stock: Callable[..., None], arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """Replace torch's function, which is `stock`: any requested backend becomes `splice`."""
+    """Replace torch's function, which is `stock`: any requested backend becomes one of ours."""
     global _rank
-    is_our_own = process_group.BACKEND in (*arguments[:1], named.get("backend"))
+    asked = {*arguments[:1], named.get("backend")}
+    is_our_own = bool(asked & {process_group.BACKEND, native_group.BACKEND})
     if not is_our_own and _rank is None:
         _rank = _joined(named.get("world_size", -1))
     if is_our_own or _rank is None:
@@ -51,14 +56,14 @@ def init_process_group(
         _begin_again(_rank)
 
 
-def _joined(world_size: int) -> Rank | None:
+def _joined(world_size: int) -> Rank | NativeRank | None:
     """Make this process a rank, and return it on its first turn; None if the process is to be no
     rank.
 
     Raises RuntimeError if it cannot become one.
     """
     told = json.loads(os.environ[GANG])
-    number = told.pop("rank")
+    number, engine, kind = told.pop("rank"), told.pop("engine"), told.pop("kind")
     handles = Handles(**{**told, "bells": tuple(told["bells"])})
     if world_size not in (-1, handles.ranks):
         return None
@@ -70,7 +75,11 @@ def _joined(world_size: int) -> Rank | None:
     if turns.state(Arena(handles), number) != RankState.NEW:
         return None
     _open_lock_anew(handles.lock)
-    rank = Rank(handles, number, timeout_s=DEADLINE_S)
+    rank: Rank | NativeRank = (
+        NativeRank(handles, number, kind=kind)
+        if engine == native_group.BACKEND
+        else Rank(handles, number, timeout_s=DEADLINE_S)
+    )
     rank.begin()
     atexit.register(_leave, rank, os.getpid())
     sys.excepthook = partial(_tell, sys.excepthook, rank)
@@ -88,18 +97,18 @@ def _open_lock_anew(fd: int) -> None:
     os.close(own)
 
 
-def _begin_again(rank: Rank) -> None:
+def _begin_again(rank: Rank | NativeRank) -> None:
     """Make a default group again after the script destroyed one.
 
     All ranks take part, as the group's name is reused.
     """
     global _begun
     _begun += 1
-    store = process_group.SharedStore(rank.turns, rank.timeout_s)
+    store = rank.store()
     if store.add(f"ranks that begin group {_begun}", 1) == rank.turns.arena.ranks:
         store.set(f"all begin group {_begun}", b"")
     store.wait([f"all begin group {_begun}"])
-    process_group.start(rank.turns, rank.timeout_s)
+    rank.start()
 
 
 def _is_open(handles: Handles) -> bool:
@@ -113,19 +122,19 @@ def _is_open(handles: Handles) -> bool:
         return False
 
 
-def _leave(rank: Rank, pid: int) -> None:
+def _leave(rank: Rank | NativeRank, pid: int) -> None:
     """End this process's rank; called when the process ends for any reason."""
     if os.getpid() == pid:
         _let_others_go_first(rank)
-        rank.turns.finish()
+        rank.finish()
 
 
-def _tell(stock: Callable[..., None], rank: Rank, *exception: Any) -> None:
+def _tell(stock: Callable[..., None], rank: Rank | NativeRank, *exception: Any) -> None:
     _let_others_go_first(rank)
     stock(*exception)
 
 
-def _let_others_go_first(rank: Rank) -> None:
+def _let_others_go_first(rank: Rank | NativeRank) -> None:
     """If this rank ends because of other ranks, wait until those have ended.
 
     So the failure of the first rank is reported.

@@ -15,38 +15,49 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from app.core.device.gang_watch import RankStanding
+from app.core.model.provisions.collectives import NATIVE
+from workers.commands.gang.gathering import Gathering
 from workers.ranks import shared_memory, turns
-from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Handles
+from workers.ranks.native.standings import native_standings
+from workers.ranks.shared_memory import GANG, LAND_BYTES, STORED_LAND_BYTES, Arena, Handles
+from workers.ranks.standings import standings
 
 JSON = dict[str, Any]
 
-GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
 SITE = Path(__file__).parents[1] / "site"  # on the PYTHONPATH of the ranks
 LOOK_S = 0.05  # interval at which the stub checks for a changed number of slots
 WATCH_S = 0.5  # how often the stub looks for a rank that is behind
 
 
 class Gang:
-    """The ranks of one start of the command."""
+    """The ranks of one start of the command.
 
-    def __init__(self, handles: Handles, slots: int) -> None:
+    `engine` is whose collectives they use (`core.model.provisions.collectives`).  With torch's own
+    they come to a common point before their processes are stored (`gathering`).
+    """
+
+    def __init__(self, handles: Handles, slots: int, engine: str, kind: str) -> None:
         self.ranks, self.handles = handles.ranks, handles
+        self.engine, self.kind = engine, kind
         self.inside = handles  # handles in the form that the ranks have
         self.is_told = True  # False until the wanted number of slots is reached and reported
         self._wanted = slots
         self.board = Arena(handles)
+        self.gathering = Gathering(self.board) if engine == NATIVE else None
         self._port = _free_port()
 
     @classmethod
-    def made(cls, ranks: int, slots: int, *, is_stored: bool) -> Gang:
+    def made(cls, ranks: int, slots: int, engine: str, kind: str, *, is_stored: bool) -> Gang:
         """Return a new gang; with `is_stored` its processes may be stored."""
         land_bytes = STORED_LAND_BYTES if is_stored else LAND_BYTES
-        gang = cls(shared_memory.make(ranks, land_bytes=land_bytes), slots)
+        handles = shared_memory.make(ranks, land_bytes=land_bytes)
+        gang = cls(handles, slots, engine, kind)
         turns.seat_all(gang.board, slots)
         return gang
 
     @classmethod
-    def adopted(cls, inside: JSON, pid: int, slots: int) -> Gang:
+    def adopted(cls, inside: JSON, pid: int, slots: int, engine: str, kind: str) -> Gang:
         """Return the gang of restored ranks, whose memory process `pid` has open.
 
         `inside` are their handles.  Raises OSError, ValueError, TypeError if they are not there.
@@ -54,8 +65,11 @@ class Gang:
         theirs = Handles(**{**inside, "bells": tuple(inside["bells"])})
         numbers = theirs.board, theirs.land, theirs.lock
         board, land, lock = (os.open(f"/proc/{pid}/fd/{n}", os.O_RDWR) for n in numbers)
-        gang = cls(Handles(ranks=theirs.ranks, board=board, land=land, lock=lock, bells=()), slots)
+        handles = Handles(ranks=theirs.ranks, board=board, land=land, lock=lock, bells=())
+        gang = cls(handles, slots, engine, kind)
         gang.inside = theirs
+        if gang.gathering is not None:
+            gang.gathering.adopt()
         return gang
 
     @property
@@ -85,6 +99,14 @@ class Gang:
         self.is_told = True
         return self._wanted
 
+    # --- where the ranks stand ---
+
+    def standings(self) -> list[RankStanding]:
+        """Return where each rank stands, for the sentence about a rank that is behind."""
+        if self.gathering is not None:
+            return native_standings(self.board)
+        return standings(self.board)
+
     # --- the environment of a rank ---
 
     def environment(self, rank: int, restarts: int, path: str) -> dict[str, str]:
@@ -92,7 +114,7 @@ class Gang:
 
         `path` is the PYTHONPATH of a command without ranks.
         """
-        gang = {**asdict(self.handles), "rank": rank}
+        gang = {**asdict(self.handles), "rank": rank, "engine": self.engine, "kind": self.kind}
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
 from app.core.model.device_choice import ANY_DEVICE, NO_TRAITS, DeviceChoice, DeviceTraits
 from app.core.model.fields import Fault, Hints
+from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.resources import FIELDS, amount, told_of
 
 
@@ -232,11 +233,16 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
         yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are requested, but {told}"
-    elif task.world_size > 1 and not all(some.traits.splice for some in offer.alike):
+    elif _take_turns(task) and not all(some.traits.splice for some in offer.alike):
         told = f"not every device of kind {wanted.kind!r} lets ranks take turns"
         yield "world_size", f"several ranks are requested, but {told}"
     else:
         yield from _too_many(task, offer)
+
+
+def _take_turns(task: TaskDescriptor) -> bool:
+    """True if ranks of the task may share a device."""
+    return task.world_size > 1 and task.collectives == EXACT
 
 
 def _choice_fault(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:

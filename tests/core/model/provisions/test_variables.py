@@ -133,7 +133,7 @@ def test_faulty_secret_has_its_place(
 
 
 def test_what_the_platform_sets_is_refused_but_for_a_few(tmp_path: Any) -> None:
-    gang = Gang.made(1, 1, is_stored=False)
+    gang = Gang.made(1, 1, "exact", "cpu", is_stored=False)
     ranks = gang.environment(0, 0, "")  # the platform's site folder goes before a PYTHONPATH
     set_by_us = {*sandbox.environment(tmp_path), *sandbox.ENVIRONMENT, *ranks}
     usual = {"LANG", "TZ"}

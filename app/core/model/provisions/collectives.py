@@ -1,0 +1,54 @@
+"""Says by whose collectives the ranks of a task compute: the service's own, or torch's.
+
+The *exact* engine sums through host memory in an order of its own: the bits are the same on any
+number of devices, so a device may come or go.  The *native* engine hands each call to torch's own
+backend, NCCL on CUDA and gloo on a CPU, so each rank needs a device of its own.  The two have
+other bits from three ranks on, so nothing ever changes from one to the other by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.core.model.fields import Fields
+
+if TYPE_CHECKING:
+    from app.core.model.descriptor import Devices
+
+EXACT, NATIVE = "exact", "native"
+ENGINES = (EXACT, NATIVE)
+#: the need of a task with native collectives, and the offer of a host that runs such tasks
+NEED = "native"
+KINDS = ("cpu", "cuda")  # kinds of devices for which torch has a backend that is used here
+RUNS = ("command",)  # what runs so today; a job's ranks step by the service's own engine
+
+
+def read_collectives(fields: Fields, *, run_kind: str, world_size: int) -> str:
+    """Read the field `collectives`."""
+    engine: str = fields.one_of("collectives", ENGINES, EXACT)
+    if engine != NATIVE:
+        return engine
+    if run_kind not in RUNS:
+        told = (
+            f"must be {EXACT} for a {run_kind}: only the ranks of a command use torch's own "
+            "collectives. Run the script as a command, or leave the field out"
+        )
+        fields.fault("collectives", told)
+    elif world_size == 1:
+        told = f"is for several ranks; world_size is 1. Set world_size, or set it to {EXACT}"
+        fields.fault("collectives", told)
+    return engine
+
+
+def check_devices(fields: Fields, devices: Devices, world_size: int) -> None:
+    """Report devices that native ranks cannot have."""
+    out = f"or set `collectives: {EXACT}`, with which ranks may share a device"
+    if not devices.min == devices.max == world_size:
+        told = (
+            f"must be {world_size}, one device for each rank, as min and max, since collectives "
+            f"are {NATIVE}; {out}"
+        )
+        fields.fault("devices/min", told)
+    elif devices.kind not in KINDS:
+        told = f"must be one of {', '.join(KINDS)}, since collectives are {NATIVE}; {out}"
+        fields.fault("devices/kind", told)
