@@ -19,6 +19,7 @@ from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.device_fraction import told_fraction
 from app.core.model.lot_members import LotCounts
 from app.core.model.provisions import session
+from app.core.model.request_needs import RequestStanding
 from app.core.model.retry_decision import HELD_BY_RULE, AvoidedDevice
 from app.core.model.rungs import HELD_AT_RUNG, PROMOTED
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
@@ -37,6 +38,8 @@ CODES = {
     "LOT_FAILURES": "change_request",
     "LOST_AT_RUNG": "wait",
     "LOT_ROOM": "wait",
+    "REQUEST_MISSED": "change_request",
+    "AFTER_REQUEST": "wait",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
     "TICKETS": "wait",
@@ -83,6 +86,8 @@ ACTIONS = {
     "wait_for_members": "the last `value` members of the lot have ended",
     "release": "somebody who may lets it go",
     "wait_for_tasks": "the tasks in `value` are done",
+    "wait_for_request": "what the task awaits of the request `of` has happened",
+    "retry_request": "the request `of` is retried, or somebody resumes the task",
     "wait_for_tickets": "its gang has tickets on the islands in `value`",
     "wait_until": "it is `value`, seconds since 1970",
     "wait_for_lock": "control has locked the environment of the request",
@@ -115,10 +120,11 @@ ACTIONS = {
 START = frozenset(
     {
         "HELD_BY_ADMIN", "HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "LOST_AT_RUNG",
-        "LOT_ROOM", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
+        "LOT_ROOM", "REQUEST_MISSED", "AFTER_REQUEST", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
         "GANG_WANTS_NONE", "RETRY_BACKOFF", "STORE_REFUSES",
     }
 )  # fmt: skip
+OF_REQUESTS = ("REQUEST_MISSED", "AFTER_REQUEST")
 #: Reasons that do not end when others release devices; while such a reason lasts, there is no
 #: estimate.
 CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
@@ -258,27 +264,11 @@ def unmet_conditions(
 
 def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -> Iterator[Reason]:
     conditions = task.conditions
-    release = Change(action="release")
-    if conditions.hold == "user":
-        told = "Paused by a user."
-        yield _reason("HELD_BY_USER", told, "it is resumed", release)
-    elif conditions.hold == session.HOLD:
-        told = "Idle: its device was given back. It comes back at the next keystroke."
-        yield _reason("IDLE_SESSION", told, "somebody types into it", release)
-    elif conditions.hold == HELD_BY_RULE:
-        told = "Held by a rule of its field retry, since an attempt failed; its events say which."
-        yield _reason("HELD_BY_RULE", told, "somebody resumes it", release)
-    elif conditions.hold == HELD_AT_RUNG:
-        told = "Paused at a rung: it is not among the best of its lot."
-        until = "other members reach the rung with worse values, or somebody resumes it"
-        yield _reason("LOST_AT_RUNG", told, until, release)
-    elif conditions.hold == PROMOTED:
-        told = "It goes on past its rung when as few members of its lot run as at_once allows."
-        change = Change(action="wait_for_members", value=1)
-        yield _reason("LOT_ROOM", told, "a member ends or pauses, or at_once is raised", change)
-    elif conditions.hold:
-        told = "Paused by an administrator."
-        yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
+    yield from _by_hold(conditions.hold)
+    if conditions.standing == RequestStanding.held:
+        yield request_missed("what it awaits of another request can no longer happen")
+    elif conditions.standing:
+        yield after_request("another request is so far")
     if conditions.waits_for:
         needed = [named.get(id, "another task") for id in conditions.waits_for[:5]]
         names = ", ".join(dict.fromkeys(needed))
@@ -294,6 +284,43 @@ def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -
             conditions.not_before_s,
         )
     yield from _by_terms(conditions.terms)
+
+
+def _by_hold(hold: str) -> Iterator[Reason]:
+    release = Change(action="release")
+    if hold == "user":
+        told = "Paused by a user."
+        yield _reason("HELD_BY_USER", told, "it is resumed", release)
+    elif hold == session.HOLD:
+        told = "Idle: its device was given back. It comes back at the next keystroke."
+        yield _reason("IDLE_SESSION", told, "somebody types into it", release)
+    elif hold == HELD_BY_RULE:
+        told = "Held by a rule of its field retry, since an attempt failed; its events say which."
+        yield _reason("HELD_BY_RULE", told, "somebody resumes it", release)
+    elif hold == HELD_AT_RUNG:
+        told = "Paused at a rung: it is not among the best of its lot."
+        until = "other members reach the rung with worse values, or somebody resumes it"
+        yield _reason("LOST_AT_RUNG", told, until, release)
+    elif hold == PROMOTED:
+        told = "It goes on past its rung when as few members of its lot run as at_once allows."
+        change = Change(action="wait_for_members", value=1)
+        yield _reason("LOT_ROOM", told, "a member ends or pauses, or at_once is raised", change)
+    elif hold:
+        told = "Paused by an administrator."
+        yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
+
+
+def after_request(told: str, until: str = "the other request is so far", of: str = "") -> Reason:
+    """Return the reason of a task that awaits what `told` says of another request."""
+    change = Change(action="wait_for_request", of=of)
+    return _reason("AFTER_REQUEST", f"Waits until {told}.", until, change)
+
+
+def request_missed(told: str, of: str = "") -> Reason:
+    """Return the reason of a task that is held, as another request went otherwise."""
+    until = "that request is retried, or somebody resumes the task"
+    change = Change(action="retry_request", of=of)
+    return _reason("REQUEST_MISSED", f"Held: {told}.", until, change)
 
 
 def of_lot(counts: LotCounts) -> tuple[Reason, ...]:
@@ -860,3 +887,8 @@ def bound(seconds: float) -> float:
 
 def clock(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def minute(at_s: float) -> str:
+    """Return the time to the minute, as of a forecast."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

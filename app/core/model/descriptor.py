@@ -44,6 +44,7 @@ from app.core.model.fields import (
 )
 from app.core.model.launchers import find_launcher
 from app.core.model.provisions import collectives, network_policy, notice, session
+from app.core.model.provisions.after_requests import AfterRequest, read_after_requests
 from app.core.model.provisions.artifacts import read_artifacts
 from app.core.model.provisions.collectives import (
     EXACT,
@@ -76,6 +77,7 @@ ENDS = ("done", "failed", "cancelled")
 HELD = "held"  # a lot makes no more members, since too many failed
 TOLD = (*ENDS, HELD)  # what webhooks may tell of a request
 RUNS = ("job", "function", "command", "graph")
+OF_REQUEST = "request"  # kind of a source that is an output of another request's task
 # Values of `isolation`: a function that shares its process with no other function, and one that
 # shares it with all requests of its user.  The default is to share it within its request.
 OWN_PROCESS, OF_USER = "process", "user"
@@ -151,18 +153,22 @@ class Source:
     """Names the source of an input: `output` of the task `name`, or the datablock `name`.
 
     `version` is the version of a datablock; None is the newest at the time of the submission.
+    `request` is the name or the id of another request, whose task is meant.
     """
 
-    kind: str  # "task" or "datablock"
+    kind: str  # "task", "datablock" or OF_REQUEST
     name: str
     output: str = ""
     version: int | None = None
+    request: str = ""
 
     @property
     def block(self) -> str:
-        """The name of the block: "TASK.OUTPUT", "NAME" or "NAME@VERSION"."""
+        """The name of the block: "TASK.OUTPUT", "REQUEST/TASK.OUTPUT", "NAME" or "NAME@VERSION"."""
         if self.kind == "task":
             return f"{self.name}.{self.output}"
+        if self.kind == OF_REQUEST:
+            return f"{self.request}/{self.name}.{self.output}"
         return self.name if self.version is None else f"{self.name}@{self.version}"
 
 
@@ -171,6 +177,7 @@ class StartConditions:
     """Start conditions other than the inputs; `not_before_s` is in seconds since 1970."""
 
     after: tuple[str, ...] = ()
+    after_requests: tuple[AfterRequest, ...] = ()
     not_before_s: float | None = None
     hold: bool = False
 
@@ -574,7 +581,9 @@ def _inputs(fields: Fields) -> dict[str, Source]:
         source = source_of(said) if isinstance(said, str) else None
         if source is None:
             fields.fault(
-                where, 'must be "TASK.OUTPUT", "datablock:NAME" or "datablock:NAME@VERSION"'
+                where,
+                'must be "TASK.OUTPUT", "REQUEST/TASK.OUTPUT", "datablock:NAME" or '
+                '"datablock:NAME@VERSION"',
             )
         else:
             sources[port] = source
@@ -585,10 +594,14 @@ def source_of(said: str) -> Source | None:
     """Return the source that an input names, or None if the text has no valid form."""
     if said.startswith("datablock:"):
         return datablock(said.removeprefix("datablock:"))
-    name, _, output = said.rpartition(".")
+    request, slash, block = said.rpartition("/")
+    name, _, output = block.rpartition(".")
     if not NAME.fullmatch(name) or not WORD.fullmatch(output):
         return None
-    return Source(kind="task", name=name, output=output)
+    if slash and not NAME.fullmatch(request):
+        return None
+    kind = OF_REQUEST if slash else "task"
+    return Source(kind=kind, name=name, output=output, request=request)
 
 
 def datablock(said: str) -> Source | None:
@@ -628,6 +641,7 @@ def _start(fields: Fields) -> StartConditions:
         return StartConditions()
     start = StartConditions(
         after=fields.texts("after", NAME, NAME_RULE),
+        after_requests=read_after_requests(fields),
         not_before_s=fields.time("not_before"),
         hold=fields.flag("hold", False),
     )
@@ -752,6 +766,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "publish": dict(task.publish),
         "start": {
             "after": list(task.start.after),
+            "after_requests": [each.as_json() for each in task.start.after_requests],
             "not_before": _rfc3339(task.start.not_before_s),
             "hold": task.start.hold,
         },

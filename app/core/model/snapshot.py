@@ -220,6 +220,8 @@ class Conditions:
     waits_for: tuple[str, ...] = ()  # tasks named by `after` or by an input that are not done yet
     # tasks named by `after` or by an input that failed or were cancelled before they gave it
     broken: tuple[str, ...] = ()
+    # how the task stands to the requests that it comes after (`core.model.request_needs.Standing`)
+    standing: str = ""
     not_before_s: float | None = None
     # "user" or "admin" if held by one; "" if not held. A running task that is held is paused
     hold: str = ""

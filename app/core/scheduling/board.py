@@ -1268,6 +1268,7 @@ def _conditional(task: BoardTask) -> bool:
     return bool(
         conditions.waits_for
         or conditions.broken
+        or conditions.standing
         or conditions.hold
         or conditions.not_before_s is not None
         or task.gang

@@ -23,6 +23,7 @@ from app.core.explanation import waiting_reasons
 from app.core.fairness.fair_tree import Branch, Lane, both_of
 from app.core.model import lifecycle
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.model.request_needs import RequestStanding
 from app.core.model.snapshot import (
     BoardTask,
     IdleCreditFloor,
@@ -291,6 +292,9 @@ def _end(draft: _DraftPlan, task: BoardTask) -> None:
         draft.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
     elif task.conditions.terms.lets_go:
         draft.move(task, Move.Cancel, "tickets", "Ended with its gang.")
+    elif task.conditions.standing == RequestStanding.never:
+        because = "Not started: what it awaits of another request can no longer happen."
+        draft.move(task, Move.GaveUp, "requests", because)
     elif broken:
         begun = "resumed" if task.epoch else "started"
         because = f"Not {begun}: {', '.join(broken)} did not succeed."
