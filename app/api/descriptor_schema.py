@@ -15,6 +15,7 @@ from pydantic import WithJsonSchema
 from app.core.model.descriptor import ISOLATIONS
 from app.core.model.failure_causes import MOST_PATTERN, OF_RULES
 from app.core.model.fields import parser_of
+from app.core.model.provisions.after_requests import MOST_REQUESTS
 from app.core.model.provisions.artifacts import MOST_PATHS, USUAL_FOLDERS
 from app.core.model.provisions.lot_values import (
     MOST_COMBINATIONS,
@@ -50,6 +51,7 @@ from app.core.model.provisions.stop_rule import (
     USUAL_KEEP,
 )
 from app.core.model.provisions.variables import MAX_SECRETS
+from app.core.model.request_needs import AWAITED, DONE, FAIL, OTHERWISE
 
 EXAMPLE: dict[str, Any] = {
     "name": "digits-7",
@@ -229,6 +231,32 @@ _GRAPH = {
     "examples": [GRAPH_EXAMPLE],
 }
 
+_AFTER_REQUEST = {
+    **_object(
+        {
+            "request": {
+                "type": "string",
+                "description": "its name, which means the newest request of that name at the"
+                " submit, or its id",
+            },
+            "on": {
+                "enum": [*AWAITED],
+                "default": DONE,
+                "description": "what must have happened: it is `done`; it has `ended`, however, or"
+                " has `failed`, both after it had started; or it has `started`",
+            },
+            "else": {
+                "enum": [*OTHERWISE],
+                "default": FAIL,
+                "description": "what becomes of the task once that can no longer happen: it is to"
+                " `fail`; to `hold` until that request is retried or somebody resumes the task; or"
+                " to `run` all the same",
+            },
+        }
+    ),
+    "required": ["request"],
+}
+
 _RETRY_RULE = _object(
     {
         "exit": {
@@ -299,7 +327,8 @@ _TASK = _object(
             "type": "object",
             "additionalProperties": {"type": "string"},
             "description": 'port -> source: "TASK.OUTPUT" of this request, so that the task starts'
-            ' when TASK is done; "datablock:NAME", the newest version at the submit; or'
+            ' when TASK is done; "REQUEST/TASK.OUTPUT" of another request, by name or id;'
+            ' "datablock:NAME", the newest version at the submit; or'
             ' "datablock:NAME@VERSION"',
         },
         "outputs": _texts("names of results that other tasks may take as inputs"),
@@ -321,6 +350,13 @@ _TASK = _object(
             **_object(
                 {
                     "after": _texts("tasks of this request that must be done first"),
+                    "after_requests": {
+                        "type": "array",
+                        "maxItems": MOST_REQUESTS,
+                        "items": _AFTER_REQUEST,
+                        "description": "other requests of your tenant that the task comes after; it"
+                        " starts once all have happened, before or after the submission",
+                    },
                     "not_before": {
                         "type": "string",
                         "format": "date-time",

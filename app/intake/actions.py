@@ -28,9 +28,11 @@ from app.db import transactions
 from app.db.models import Lot, Request, RequestEvent, Task, Tenant
 from app.db.transactions import after_commit
 from app.errors import BadInput, Conflict, Forbidden, QuotaExceeded
+from app.intake import request_needs
 from app.messaging import outbox
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
+from app.scheduling.journal import request_needs as needs_journal
 from app.scheduling.journal import rungs
 from app.scheduling.journal.lots import IS_LOT, IS_NO_MEMBER, counts_of
 from app.settings import settings
@@ -56,7 +58,7 @@ def hold_request(session: Session, request: Request, *, by: str, as_admin: bool)
 
 def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
     _check_live(request)
-    release = _unless_at_rung(lambda task: _wish_release(task, as_admin))
+    release = _unless_at_rung(lambda task: _wish_release(session, task, as_admin))
     changed = _each(session, request, release)
     if _forgive(session, session.scalars(_lots_of(request)).all()) or changed:
         _tell(session, request, None, "request.release_asked", f"Resumed by {by}.")
@@ -77,6 +79,9 @@ def retry_request(session: Session, request: Request, states: Collection[str], *
         if task.gang_id or (task.descriptor["run"].get("part") is not None):
             told = f"{task.name} spans islands, and cannot start again; submit the request anew"
             raise Conflict(told)
+    if (lacking := request_needs.lost_inputs(session, rows)) is not None:
+        told = f"an input of {lacking.name} is of a request that was deleted since"
+        raise Conflict(f"{told}; submit the request anew")
     ids = {task.lot_id for task in tasks}
     found = sum([_retry_lot(session, lot, states) for lot in _lots(session, ids)])
     if not found and not rows:
@@ -126,6 +131,11 @@ def delete_request(session: Session, request: Request, *, by: str) -> None:
         raise Conflict(
             "the request is to be kept. Release it first: PATCH /v1/requests/"
             f'{request.id} with {{"keep": false}}'
+        )
+    if (other := request_needs.dependant_of(session, request.id)) is not None:
+        raise Conflict(
+            f"the request {other.name} ({other.id}) comes after this one and has not ended; cancel"
+            " it first, or wait until it has ended"
         )
     if request.delete_asked_at is None:
         request.delete_asked_at = transactions.now(session)
@@ -272,7 +282,7 @@ def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None
 def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
     """Resume the task; a member that lost at a rung passes it, and goes on when there is room."""
     _check_live(task)
-    release = _unless_at_rung(lambda task: _wish_release(task, as_admin), task)
+    release = _unless_at_rung(lambda task: _wish_release(session, task, as_admin), task)
     changed = _one(session, task, release)
     if task.lot_index is not None and task.descriptor.get("stop"):
         rungs.let_pass(session, task)
@@ -469,13 +479,15 @@ def _wish_wake(task: Task) -> bool:
     return task.hold == IDLE_HOLD and _set(task, "hold", "")
 
 
-def _wish_release(task: Task, as_admin: bool) -> bool:
+def _wish_release(session: Session, task: Task, as_admin: bool) -> bool:
     if task.hold == ADMIN_HOLD and not as_admin:
         raise Forbidden(
             "an administrator of the platform paused the task; only administrators of the "
             "platform can resume it"
         )
-    return task.hold != PROMOTED and _set(task, "hold", _RELEASED.get(task.hold, ""))
+    is_waived = needs_journal.waive(session, task)
+    is_let_go = task.hold != PROMOTED and _set(task, "hold", _RELEASED.get(task.hold, ""))
+    return is_waived or is_let_go
 
 
 _RELEASED = {HELD_AT_RUNG: PROMOTED}

@@ -54,8 +54,9 @@ from app.db.transactions import after_commit
 from app.db.user_limits import LIMITS_OF_USER
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
 from app.identity import secret_store
-from app.intake import environments, user_limits
+from app.intake import environments, request_needs, user_limits
 from app.intake.environments import WantedEnvironment
+from app.intake.request_needs import FoundRequests
 from app.messaging import outbox, webhooks
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
@@ -190,8 +191,8 @@ class Checked:
     """A descriptor that could run here.
 
     `begun` are the checkpoints that tasks start from, and `graphs` the graphs that they run; both
-    by the task's name.  `taken` are the datablocks that the inputs refer to.  `notes` point out
-    what is allowed but looks like a mistake.
+    by the task's name.  `taken` are the datablocks that the inputs refer to, `after` the other
+    requests that tasks need.  `notes` point out what is allowed but looks like a mistake.
     """
 
     descriptor: Descriptor
@@ -200,6 +201,7 @@ class Checked:
     taken: Mapping[Source, Datablock]
     notes: Sequence[str] = ()
     environment: WantedEnvironment | None = None
+    after: FoundRequests = request_needs.NONE
 
     def shown(self) -> JSON:
         """Return the request with every default filled in."""
@@ -210,8 +212,13 @@ class Checked:
                 "type": task.type,
                 "kind": task.devices.kind,
                 "needs": [
-                    {"task": n.task, "port": n.port, "output": n.output} for n in needs[task.name]
+                    *(
+                        {"task": n.task, "port": n.port, "output": n.output}
+                        for n in needs[task.name]
+                    ),
+                    *self.after.needs(task),
                 ],
+                "after_requests": self.after.shown(task),
                 "descriptor": descriptors.as_json(task),
             }
             for task in self.descriptor.tasks
@@ -240,9 +247,11 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
     descriptor, taken, unknown = _taken(session, owner, descriptor)
+    descriptor, after, missing = request_needs.resolve(session, owner.tenant_id, descriptor)
     environment, bad = environments.wanted(session, owner.tenant_id, descriptor)
     more += [
         *unknown,
+        *missing,
         *bad,
         *_secret_faults(session, owner, descriptor),
         *_tier_faults(descriptor.tier, facts.path),
@@ -262,7 +271,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     descriptor, uncut = graphs.cut(graphs.named(descriptor, sent), sent, facts.offers)
     if uncut:
         raise _refused(BadInput, uncut)
-    return Checked(descriptor, begun, sent, taken, _notes(descriptor), environment)
+    return Checked(descriptor, begun, sent, taken, _notes(descriptor), environment, after)
 
 
 def _notes(descriptor: Descriptor) -> list[str]:
@@ -592,15 +601,16 @@ _WRITE = text(
         insert into tasks
             (id, request_id, tenant_id, user_id, ordinal, name, type, kind, descriptor,
              memory_bytes, devices_min, devices_max, across_hosts, device_choice, tier, priority,
-             hold, not_before, retry_max, step, lot_id, abroad, submitted_at)
+             hold, standing, not_before, retry_max, step, lot_id, abroad, submitted_at)
         select t.id, :id, :tenant, :user, t.ordinal, t.spec ->> 'name', t.spec ->> 'type',
             devices.kind, t.spec, devices.memory_bytes, devices.min, devices.max,
             devices.across_hosts, t.choice, :tier, :priority,
-            case when start.hold then 'user' else '' end, start.not_before,
+            case when start.hold then 'user' else '' end,
+            case when t.awaits then 'waits' else '' end, start.not_before,
             coalesce(cast(t.spec #>> '{retry,max}' as int), -1), t.step,
             case when t.spec ->> 'array' is not null then t.id end, t.abroad, :at
         from json_to_recordset(cast(:tasks as json)) as t
-            (id text, ordinal int, spec jsonb, choice text, step bigint, abroad bool),
+            (id text, ordinal int, spec jsonb, choice text, step bigint, abroad bool, awaits bool),
             jsonb_to_record(t.spec -> 'devices') as devices
             (kind text, memory_bytes bigint, min int, max int, across_hosts bool),
             jsonb_to_record(t.spec -> 'start') as start (hold bool, not_before timestamptz)
@@ -616,6 +626,14 @@ _WRITE = text(
         select n.task_id, n.needs_id, n.port, n.output, n.late
         from json_to_recordset(cast(:needs as json)) as n
             (task_id text, needs_id text, port text, output text, late bool)
+    ),
+    awaited as (
+        insert into request_needs
+            (task_id, needs_request_id, needs_task_id, name, awaited, otherwise)
+        select a.task_id, a.needs_request_id, a.needs_task_id, a.name, a.awaited, a.otherwise
+        from json_to_recordset(cast(:awaited as json)) as a
+            (task_id text, needs_request_id text, needs_task_id text, name text, awaited text,
+             otherwise text)
     ),
     once as (
         update idempotency
@@ -655,12 +673,27 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         for name, needed in accepted.needs.items()
         for n in needed
     ]
+    awaited = [
+        {"task_id": task.id, **row}
+        for task in accepted.tasks
+        for row in found.after.rows(task.spec)
+    ]
+    # no island looks for the ends of these: what takes them is released when they are done
+    needs += [
+        {"task_id": task.id, **row}
+        for task in accepted.tasks
+        for row in found.after.inputs(task.spec)
+    ]
     n = sum(1 if task.spec.array is None else task.spec.array.count for task in accepted.tasks)
     lots = [_lot(task) for task in accepted.tasks if task.spec.array is not None]
     # islands do not know lots: they look for the ends of lots, and of what lots need
     abroad = {lot["id"] for lot in lots}
     abroad |= {need["needs_id"] for need in needs if need["task_id"] in abroad}
-    tasks = [{**_row(one, locked), "abroad": one.id in abroad} for one in accepted.tasks]
+    awaiting = {row["task_id"] for row in awaited}
+    tasks = [
+        {**_row(one, locked), "abroad": one.id in abroad, "awaits": one.id in awaiting}
+        for one in accepted.tasks
+    ]
     given = {
         "id": request["id"],
         "tenant": owner.tenant_id,
@@ -674,6 +707,7 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         "at": request["submitted_at"],
         "tasks": json.dumps(tasks),
         "needs": json.dumps(needs),
+        "awaited": json.dumps(awaited),
         "lots": json.dumps(lots),
         "key": once.key,
         "status": answer.status,

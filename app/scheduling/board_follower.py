@@ -43,6 +43,7 @@ from sqlalchemy.orm import Session, aliased
 
 from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import ENDED, State
+from app.core.model.request_needs import RequestStanding
 from app.core.model.snapshot import BatchSize, BoardTask, GangWait, Plan
 from app.core.model.story import Story
 from app.core.scheduling.board import Board, alike, place_in_line
@@ -297,18 +298,22 @@ class Follower:
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
         mine = Need.task_id == TaskRow.id
+        is_free = TaskRow.standing == RequestStanding.free
         lacking = (needed.state != "done", Need.given.is_(None), ~Need.late)
         open_ = needs.where(mine, *lacking).exists()
-        broken = needs.where(mine, needed.state.in_(("failed", "cancelled"))).exists()
+        # what failed in another request is decided with the task's standing to it
+        counts = or_(is_free, needed.request_id == TaskRow.request_id)
+        broken = needs.where(mine, needed.state.in_(("failed", "cancelled")), counts).exists()
         time_has_come = or_(
             TaskRow.not_before.is_(None), TaskRow.not_before <= func.to_timestamp(now_s)
         )
-        free = and_(TaskRow.hold == "", ~open_, time_has_come)
+        free = and_(TaskRow.hold == "", is_free, ~open_, time_has_come)
+        never = or_(TaskRow.standing == RequestStanding.never, broken)
         return (
             snapshot_reader.tasks()
             .where(TaskRow.island == self.island, TaskRow.state == "blocked")
             .where(TaskRow.gang_id.is_(None))
-            .where(or_(free, broken, TaskRow.cancel_asked_at.is_not(None)))
+            .where(or_(free, never, TaskRow.cancel_asked_at.is_not(None)))
             .order_by(TaskRow.id)
             .limit(STARTABLE)
         )
@@ -394,7 +399,8 @@ class Follower:
             beyond = task.state == State.waiting and task.user in board.users
             self._note(board.tasks.get(task.id), task, board.now_s)
             conditions = task.conditions
-            ends = task.stops or task.cancel_asked or conditions.broken or conditions.terms.lets_go
+            never = conditions.broken or conditions.standing == RequestStanding.never
+            ends = task.stops or task.cancel_asked or never or conditions.terms.lets_go
             if beyond and not ends and board.beyond(task):
                 board.drop_task(task.id)
             elif task.user in board.users:

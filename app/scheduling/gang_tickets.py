@@ -152,14 +152,14 @@ _TICKET = text(
     )
     insert into tasks (id, request_id, tenant_id, user_id, island, assigned, gang_id, ordinal, name,
         type, kind, descriptor, memory_bytes, devices_min, devices_max, across_hosts,
-        device_choice, tier, priority, hold, not_before, submitted_at)
+        device_choice, tier, priority, hold, standing, not_before, submitted_at)
     select :id, request_id, tenant_id, user_id, cast(:island as text), assigned,
         id, (select max(ordinal) + 1 from tasks as all_ where all_.request_id = tasks.request_id),
         name || '@' || :island, type, kind,
         descriptor || jsonb_build_object('run', jsonb_build_object('ticket', name),
             'inputs', '{}'::jsonb, 'outputs', '[]'::jsonb, 'publish', '{}'::jsonb),
-        memory_bytes, :width, :width, true, device_choice, tier, priority, hold, not_before,
-        submitted_at
+        memory_bytes, :width, :width, true, device_choice, tier, priority, hold,
+        standing, not_before, submitted_at
     from tasks where id = :gang
     """
 )

@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, TextClause, and_, false, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.core.model.lifecycle import ENDED
-from app.db.models import Placement, Request, Task
+from app.db.models import Placement, Request, RequestNeed, Task
 from app.db.transactions import now
 from app.scheduling.archive import Archive
 from app.settings import settings
@@ -87,6 +87,7 @@ _OF_TASKS = (
     _OwnedTable("tunnels", ("task_id",), archived=False),
     _OwnedTable("datablock_uses", ("task_id",)),
     _OwnedTable("needs", ("task_id", "needs_id")),
+    _OwnedTable("request_needs", ("task_id",)),
     _OwnedTable("lots", ("id",)),
 )
 _TASKS = _OwnedTable(
@@ -198,14 +199,17 @@ def _is_old() -> ColumnElement[bool]:
 
 
 def _has_ended() -> ColumnElement[bool]:
-    """Return a condition: the request ended a while ago, and none of its tasks still runs on any
-    island.
+    """Return a condition: the request ended a while ago, none of its tasks still runs on any
+    island, and no unfinished task comes after it.
     """
     live = select(Task.id).where(Task.request_id == Request.id, Task.state.not_in(ENDED))
     open_ = select(Task.request_id).join(Placement, Placement.task_id == Task.id)
+    needed = select(RequestNeed.task_id).join(Task, Task.id == RequestNeed.task_id)
+    needed = needed.where(RequestNeed.needs_request_id == Request.id, Task.state.not_in(ENDED))
     return and_(
         Request.ended_at < func.now() - SETTLED,
         ~live.exists(),
+        ~needed.exists(),
         Request.id.not_in(open_.where(Placement.ended_at.is_(None))),
     )
 

@@ -193,7 +193,8 @@ _COLUMNS = (
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.device_choice, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
     cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
-    TaskRow.goes_on_with, TaskRow.unstored, cast(TaskRow.avoids, Text).label("avoids"),
+    TaskRow.goes_on_with, TaskRow.unstored, TaskRow.standing,
+    cast(TaskRow.avoids, Text).label("avoids"),
     and_(
         TaskRow.descriptor["run"].has_key("graph"),
         func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
@@ -213,8 +214,7 @@ def tasks(*more: Any) -> AnySelect:
 
 def tasks_of(session: Session, rows: Sequence[AnyRow], *, now_s: float) -> dict[str, BoardTask]:
     """Turn rows of `tasks` into values, with what blocked tasks wait for."""
-    blocked = [row.id for row in rows if row.state == "blocked"]
-    waits_for, broken = _needs(session, blocked)
+    waits_for, broken = _needs(session, {row.id: row for row in rows if row.state == "blocked"})
     parts = [row.id for row in rows if row.part and row.state not in (State.blocked, *ENDED)]
     broken = {**broken, **_never_given(session, parts)}
     splicing = _splicing(session, rows)
@@ -349,11 +349,13 @@ _FREE = Conditions()
 def _conditions(
     row: AnyRow, waits_for: Sequence[str], broken: Sequence[str], terms: Terms
 ) -> Conditions:
-    if not (waits_for or broken or row.hold or row.not_before or row.gang_id):
+    other = row.standing or row.hold or row.not_before or row.gang_id
+    if not (waits_for or broken or other):
         return _FREE
     return Conditions(
         waits_for=tuple(waits_for),
         broken=tuple(broken),
+        standing=row.standing,
         not_before_s=_seconds(row.not_before),
         hold=row.hold,
         terms=terms,
@@ -361,23 +363,29 @@ def _conditions(
 
 
 def _needs(
-    session: Session, blocked: Sequence[str]
+    session: Session, blocked: Mapping[str, AnyRow]
 ) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
-    """Return the tasks for which each task waits, and which of these failed or were cancelled."""
+    """Return the tasks for which each task waits, and which of these failed or were cancelled.
+
+    Those of other requests are left out while the task's `standing` says that it waits for them.
+    """
     waits_for: dict[str, list[str]] = defaultdict(list)
     broken: dict[str, list[str]] = defaultdict(list)
     if not blocked:
         return waits_for, broken
     needed = aliased(TaskRow)
     query = (
-        select(Need.task_id, needed.id, needed.state)
+        select(Need.task_id, needed.id, needed.state, needed.request_id)
         .join(needed, needed.id == Need.needs_id)
         .where(Need.task_id == func.any(list(blocked)), needed.state != "done")
         .where((Need.given.is_(None) & ~Need.late) | needed.state.in_(_BROKEN))
-        .group_by(Need.task_id, needed.id, needed.state)
+        .group_by(Need.task_id, needed.id, needed.state, needed.request_id)
         .order_by(Need.task_id, func.min(needed.ordinal))
     )
-    for task_id, needs_id, state in session.execute(query):
+    for task_id, needs_id, state, request_id in session.execute(query):
+        task = blocked[task_id]
+        if task.standing and task.request_id != request_id:
+            continue
         (broken if state in _BROKEN else waits_for)[task_id].append(needs_id)
     return waits_for, broken
 

@@ -47,6 +47,7 @@ FACTS = {
     ],
 }  # fmt: skip
 CHECKPOINT = f"ckp_{7:032x}"
+EARLIER = f"req_{3:032x}"  # another request
 BEGUN_PARAMS = {"steps": 11}
 
 GRAPH: JSON = {
@@ -108,7 +109,12 @@ TASKS: list[JSON] = [
         "inputs": {"tokens": "make.tokens", "corpus": "datablock:corpus@1"},
         "outputs": ["weights"],
         "publish": {"weights": "model"},
-        "start": {"after": ["make"], "not_before": "2099-01-02T03:04:05+00:00", "hold": True},
+        "start": {
+            "after": ["make"],
+            "after_requests": [{"request": EARLIER, "on": "ended", "else": "hold"}],
+            "not_before": "2099-01-02T03:04:05+00:00",
+            "hold": True,
+        },
         "world_size": 6,
         "devices": {
             "kind": KIND,

@@ -50,6 +50,7 @@ from tests.app.conftest import Speaker, World, sha256, zipped_as
 from tests.app.every_field import (
     BEGUN_PARAMS,
     CHECKPOINT,
+    EARLIER,
     FACTS,
     FIELDS,
     FILES,
@@ -92,6 +93,9 @@ OTHER_TASK_COLUMNS = {
 }  # fmt: skip
 
 
+OWNER = {"tenant_id": "ten_red", "user_id": "usr_red.member"}
+
+
 @dataclass(frozen=True, slots=True)
 class Posted:
     """The request with every field, its answer, and its rows."""
@@ -122,6 +126,11 @@ def able(world: World, session: Session) -> None:
         )
         its.add_all(
             [
+                Request(id=EARLIER, name="earlier", **OWNER),
+                Task(
+                    id="tsk_earlier", request_id=EARLIER, ordinal=0, name="a", type="default",
+                    kind=KIND, **OWNER,
+                ),
                 Mount(name="pictures", path="/srv/pictures"),
                 Mount(name="debian", path="/srv/debian", sort="image"),
                 Datablock(
@@ -228,6 +237,7 @@ class TestRows:
             "tier": "basic",
             "priority": 7,
             "hold": "user",
+            "standing": "waits",
             "not_before": datetime.fromisoformat("2099-01-02T03:04:05+00:00"),
             "retry_max": 4,
             "step": 0,
@@ -314,6 +324,7 @@ IN_ANSWER: dict[Place, Place] = {
     ("devices", "across_hosts"): ("across_hosts",),
     ("network", "allow"): ("network", "allow"),
     ("start", "after"): ("needs",),
+    ("start", "after_requests"): ("after_requests",),
 }
 #: `requests:validate` answers with the whole descriptor; GET tells what a task is doing.
 NOT_IN_ANSWER = TASK_FIELDS - IN_ANSWER.keys()
@@ -350,8 +361,12 @@ def _answered(path: Place, value: Any) -> Any:
     if path == ("start", "hold"):
         return "user"
     if path == ("start", "after"):
-        after = [{"task": name, "port": "", "output": ""} for name in value]
-        return [*after, {"task": "make", "port": "tokens", "output": "tokens"}]
+        mine = {"task": "make", "request_id": ""}
+        after = [{**mine, "task": name, "port": "", "output": ""} for name in value]
+        return [*after, {**mine, "port": "tokens", "output": "tokens"}]
+    if path == ("start", "after_requests"):
+        named = {"request_id": EARLIER, "request": "earlier", "task": "", "outcome": "waits"}
+        return [{**named, "on": one["on"], "else": one["else"]} for one in value]
     return value
 
 
@@ -404,7 +419,7 @@ class TestCommand:
 #: Fields of a task that its page does not show, by the reason.
 NOT_ON_PAGE: dict[str, set[Place]] = {
     "its list of reasons says what keeps it from starting": {
-        ("start", "after"), ("start", "not_before"), ("inputs",),
+        ("start", "after"), ("start", "not_before"), ("inputs",), ("start", "after_requests"),
     },
     "the queue's page shows what a waiting task requests": {
         path for path in TASK_FIELDS if path[0] == "devices"

@@ -63,6 +63,9 @@ class Control(Loop):
         except BaseException:
             self.dark_since_s.clear()  # a look that failed has seen no island
             raise
+        with transactions.transaction() as session:
+            undecided = journal.decide_needs(session)
+            journal.settle(session)
         # In a transaction of its own, as rows of lots are locked after tasks.
         with transactions.transaction() as session:
             more = journal.look_at_lots(session)
@@ -79,7 +82,7 @@ class Control(Loop):
             self.package_locker.wake.set()
         self.assigned_until = after or ""
         self._chores()
-        return 0.0 if after or more else 2 * settings().tick_s
+        return 0.0 if after or more or undecided else 2 * settings().tick_s
 
     def _take_over(self) -> set[str]:
         """Give the unfinished requests of lost islands to other islands; return all that changed.

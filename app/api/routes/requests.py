@@ -88,7 +88,7 @@ def submit_request(
         answer = intake.replay(session, owner, once)
         return _accepted(answer, {"Idempotency-Replayed": "true"})
     accepted = intake.accept(session, owner, body, facts)
-    shown = _new_request_out(caller, accepted).model_dump_json()
+    shown = _new_request_out(caller, accepted).model_dump_json(by_alias=True)
     answer = intake.IntakeResponse(202, shown, f"/v1/requests/{accepted.request['id']}")
     intake.write(session, accepted, once, answer)
     return _accepted(answer)
@@ -386,7 +386,8 @@ _TASKS = (
 def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
     """Return what `request_out` will read of the request, once it is written."""
     request, tasks = accepted.request, accepted.tasks
-    shown = [new_task_out(request, task, accepted.needs[task.spec.name]) for task in tasks]
+    after = accepted.found.after
+    shown = [new_task_out(request, task, accepted.needs[task.spec.name], after) for task in tasks]
     # a lot counts as its members
     new = [(t["phase"], t["lot"]["count"]) if t["lot"] else (t["phase"], 1) for t in shown]
     columns = {name: value for name, value in request.items() if name != "descriptor"}

@@ -63,15 +63,26 @@ from app.core.model.provisions.lots import Array
 from app.core.model.provisions.resources import of_amounts
 from app.core.model.provisions.stop_rule import StopRule
 from app.core.model.provisions.tunnel import why_not_into
-from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task, Tenant
+from app.db.models import (
+    Checkpoint,
+    Device,
+    Host,
+    Metric,
+    Need,
+    Placement,
+    RequestNeed,
+    Task,
+    Tenant,
+)
 from app.db.transactions import AnySelect, Db
 from app.errors import BadInput, Conflict, NotFound
 from app.insight import explain, phases, reports
 from app.insight.lot_counts import ends_in_s, lot_states, metric_value, phase_of, rungs_of
 from app.insight.reports import NetworkUse
 from app.insight.time_spent import time_spent
-from app.intake import actions
+from app.intake import actions, request_needs
 from app.intake.intake import NewTask
+from app.intake.request_needs import FoundRequests
 from app.scheduling import guest_placements
 
 router = v1_router("tasks", 404)
@@ -437,13 +448,17 @@ def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
 
 
 def task_outs(session: Session, caller: Caller, tasks: Sequence[Task]) -> list[TaskOut]:
-    needs = _needs(session, [task.id for task in tasks])
+    needs = _needs(session, {task.id: task.request_id for task in tasks})
+    awaited = _awaited(
+        session, [task.id for task in tasks if request_needs.comes_after(task.descriptor)]
+    )
     lent = guest_placements.guests(
         session, [task.id for task in tasks if task.resized_at is not None]
     )
     used = reports.network_use(session, tasks)
     shown = [
-        _task_out(task, caller, needs[task.id], lent[task.id], used.get(task.id)) for task in tasks
+        _task_out(task, caller, needs[task.id], awaited[task.id], lent[task.id], used.get(task.id))
+        for task in tasks
     ]
     _count_members(session, shown)
     return shown
@@ -476,6 +491,7 @@ def new_task_out(
     request: Mapping[str, Any],
     task: NewTask,
     needs: Iterable[dependencies.DependencyEdge],
+    after: FoundRequests,
 ) -> dict[str, Any]:
     """Return the answer for a task that is being written.
 
@@ -501,7 +517,11 @@ def new_task_out(
         "no_tunnel": why_not_into("blocked", spec),
         "movement": process_images.movement(spec.run.kind, (), ""),
         "peak_resources": _NOTHING_COUNTED,
-        "needs": [{"task": n.task, "port": n.port, "output": n.output} for n in needs],
+        "needs": [
+            *({"task": n.task, "port": n.port, "output": n.output} for n in needs),
+            *after.needs(spec),
+        ],
+        "after_requests": after.shown(spec),
         "inputs": said["inputs"],
         "publish": said["publish"],
         "network": said["network"],
@@ -526,17 +546,36 @@ def _new_lot_out(array: Array | None, stop: StopRule | None) -> dict[str, Any] |
 
 _NEEDED = aliased(Task)
 _NEEDS = (
-    select(Need.task_id, _NEEDED.name, Need.port, Need.output)
+    select(Need.task_id, _NEEDED.name, Need.port, Need.output, _NEEDED.request_id)
     .join(_NEEDED, _NEEDED.id == Need.needs_id)
     .where(Need.task_id == any_(bindparam("ids", type_=ARRAY(Text))))
-    .order_by(_NEEDED.ordinal, Need.port)
+    .order_by(_NEEDED.request_id.desc(), _NEEDED.ordinal, Need.port)  # its own request first
 )
 
 
-def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
+def _needs(session: Session, requests: Mapping[str, str]) -> dict[str, list[dict[str, str]]]:
+    """Return the needs of tasks, which are given with their requests."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for task_id, name, port, output in session.execute(_NEEDS, {"ids": ids}):
-        found[task_id].append({"task": name, "port": port, "output": output})
+    for id, name, port, output, of in session.execute(_NEEDS, {"ids": [*requests]}):
+        need = {"task": name, "port": port, "output": output}
+        found[id].append(need if of == requests[id] else {**need, "request_id": of})
+    return found
+
+
+_AWAITED = (
+    select(RequestNeed)
+    .where(RequestNeed.task_id == any_(bindparam("ids", type_=ARRAY(Text))))
+    .order_by(RequestNeed.needs_request_id.desc(), RequestNeed.needs_task_id)
+    .execution_options(populate_existing=True)
+)
+
+
+def _awaited(session: Session, ids: list[str]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    if not ids:
+        return found
+    for need in session.scalars(_AWAITED, {"ids": ids}):
+        found[need.task_id].append(request_needs.shown(vars(need)))
     return found
 
 
@@ -548,6 +587,7 @@ def _task_out(
     task: Task,
     caller: Caller,
     needs: list[dict[str, str]],
+    awaited: list[dict[str, Any]],
     lent: list[Placement],
     used: NetworkUse | None,
 ) -> TaskOut:
@@ -557,6 +597,7 @@ def _task_out(
     shown |= {
         "phase": phases.of_task(task),
         "needs": needs,
+        "after_requests": awaited,
         "inputs": task.descriptor.get("inputs") or {},
         "publish": task.descriptor.get("publish") or {},
         "lent": [guest.device_id for guest in lent],

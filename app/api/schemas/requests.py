@@ -23,7 +23,7 @@ from app.api.schemas.base import (
     example,
     example_of,
 )
-from app.api.schemas.tasks import NeedOut, TaskOut
+from app.api.schemas.tasks import NeedOut, RequestNeedOut, TaskOut
 from app.core.model.provisions.lots import MOST_AT_ONCE, MOST_MEMBERS
 from app.core.model.provisions.stop_rule import MOST_KEEP
 
@@ -129,6 +129,7 @@ class ValidatedTask(Out):
     type: str
     kind: str
     needs: list[NeedOut]
+    after_requests: list[RequestNeedOut] = []
     descriptor: dict[str, Any]
 
 

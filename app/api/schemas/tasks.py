@@ -70,11 +70,36 @@ class UnknownOut(Out):
 
 
 class NeedOut(Out):
-    """A need: `task` (a name within the request) must be done first; `port` takes its `output`."""
+    """A need: `task` must be done first; `port` takes its `output`."""
 
-    task: str
+    task: str = Field(description="Its name within its request.")
     port: str = ""
     output: str = ""
+    request_id: str = Field("", description="Its request, if that is another one.")
+
+
+class RequestNeedOut(Out):
+    """Says what a task awaits of another request, and whether it has happened."""
+
+    model_config = example(
+        request_id=EXAMPLE_REQUEST, request="prep", task="", on="done", otherwise="fail"
+    )
+    request_id: str
+    request: str = Field(description="Its name.")
+    task: str = Field("", description="Its task whose output is taken; empty: the whole request.")
+    on: Literal["done", "ended", "failed", "started"] = Field(
+        description="What must have happened: it is `done`; it has `ended`, however, or `failed`,"
+        " after it had started; or it has `started`."
+    )
+    otherwise: Literal["fail", "hold", "run"] = Field(
+        serialization_alias="else",
+        description="What becomes of the task once that can no longer happen.",
+    )
+    outcome: Literal["waits", "met", "fail", "hold", "run", "waived"] = Field(
+        "waits",
+        description="`waits`, `met`, or what `else` decided; `waived`: somebody resumed the task"
+        " that was held.",
+    )
 
 
 class ResourcesOut(Out):
@@ -253,10 +278,14 @@ class TaskOut(Out):
         0, description="Total time that the task has held additional, borrowed devices."
     )
     needs: list[NeedOut] = []
+    after_requests: list[RequestNeedOut] = Field(
+        [], description="The other requests that the task comes after."
+    )
     inputs: dict[str, str] = Field(
         {},
-        description="The source of each input: `TASK.OUTPUT` or `datablock:NAME@VERSION`. Without "
-        "a version in the descriptor, it is the newest version at submission.",
+        description="The source of each input: `TASK.OUTPUT`, `REQUEST/TASK.OUTPUT` or "
+        "`datablock:NAME@VERSION`. Without a version in the descriptor, it is the newest version at"
+        " submission; of a request, it is the id.",
     )
     publish: dict[str, str] = Field(
         {}, description="The outputs that become new datablock versions when the task is done."

@@ -52,6 +52,7 @@ from app.db.models.work import (
     OutboxOrder,
     Placement,
     Request,
+    RequestNeed,
     RungResult,
     Task,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "Preset",
     "Request",
     "RequestEvent",
+    "RequestNeed",
     "RungResult",
     "Secret",
     "StoredFile",

@@ -26,6 +26,7 @@ from sqlalchemy.orm import Mapped, column_property, mapped_column
 from app.core.model import descriptor
 from app.core.model.descriptor import TIERS, TaskDescriptor
 from app.core.model.lifecycle import State
+from app.core.model.request_needs import AWAITED, OTHERWISE, NeedOutcome, RequestStanding
 from app.core.model.retry_decision import HELD_BY_RULE
 from app.core.model.rungs import HELD_AT_RUNG, PROMOTED, RUNG_HOLDS
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of, txid_column
@@ -145,6 +146,9 @@ class Task(Base):
     save_asked: Mapped[bool] = mapped_column(server_default=text("false"))
     cancel_asked_at: Mapped[datetime | None]
     not_before: Mapped[datetime | None]
+    # How it stands to the requests that it comes after (`core.model.request_needs`):
+    # "waits" when it is submitted; then control writes it, by the rows of `request_needs`.
+    standing: Mapped[str] = mapped_column(server_default="")
     move_to: Mapped[str | None]  # device that the task is to be moved to; "*": any other device
     move_asked_at: Mapped[datetime | None]
     # state, written by the journal
@@ -230,6 +234,7 @@ class Task(Base):
         UniqueConstraint("request_id", "name"),
         one_of("state", State),
         one_of("hold", ("", "user", "admin", "idle", HELD_BY_RULE, *RUNG_HOLDS)),
+        one_of("standing", RequestStanding),
         one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),
@@ -415,6 +420,35 @@ class Need(Base):
     # True: the task may start without this input and waits for it on its device, up to a time limit
     late: Mapped[bool] = mapped_column(server_default=text("false"))
     __table_args__ = (Index("ix_needs_given", "given", postgresql_where=text("given is not null")),)
+
+
+class RequestNeed(Base):
+    """What the task `task_id` awaits of another request (`core.model.request_needs`).
+
+    The needed request is kept until the task has ended; afterwards it may be deleted, so there is
+    no foreign key.
+    """
+
+    __tablename__ = "request_needs"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    needs_request_id: Mapped[str] = mapped_column(primary_key=True, index=True)
+    # a task of that request, whose output is taken; "": the request as a whole
+    needs_task_id: Mapped[str] = mapped_column(primary_key=True, server_default="")
+    name: Mapped[str]  # that of the needed request, and of its task: "prep" or "prep/train"
+    awaited: Mapped[str]
+    otherwise: Mapped[str]
+    outcome: Mapped[str] = mapped_column(server_default="")
+    decided_at: Mapped[datetime | None]
+    __table_args__ = (
+        one_of("awaited", AWAITED),
+        one_of("otherwise", OTHERWISE),
+        one_of("outcome", NeedOutcome),
+        Index(
+            "ix_request_needs_open",
+            "needs_request_id",
+            postgresql_where=text("outcome in ('', 'hold')"),
+        ),
+    )
 
 
 class Line(Base):

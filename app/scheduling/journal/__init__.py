@@ -32,6 +32,7 @@ from app.scheduling.journal.reports.events import STORE_AGAIN_S
 from app.scheduling.journal.reports.heartbeats import record, record_all
 from app.scheduling.journal.reports.quiet import renew, write_progress
 from app.scheduling.journal.reports.residents import LAUNCHES_UNSEEN
+from app.scheduling.journal.request_needs import decide_needs
 from app.scheduling.journal.settlement import CHANGES, settle, write_down
 from app.scheduling.journal.task_writer import break_off, savepoint, tell
 from app.scheduling.journal.unassigned import cancel, give_up
@@ -49,6 +50,7 @@ __all__ = [
     "UnwrittenPlan",
     "break_off",
     "cancel",
+    "decide_needs",
     "give_up",
     "hand_over",
     "lock",

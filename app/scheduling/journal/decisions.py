@@ -22,7 +22,14 @@ from app.core.scheduling.rounds import plan_parts
 from app.db import transactions
 from app.db.models import Cycle, Device, Placement, Task
 from app.scheduling import gang_tickets, guest_placements, ledger
-from app.scheduling.journal import losses, orders, plan_rows, task_writer, tickets
+from app.scheduling.journal import (
+    losses,
+    orders,
+    plan_rows,
+    request_needs,
+    task_writer,
+    tickets,
+)
 from app.scheduling.journal.plan_rows import PlanRows
 from app.settings import settings
 
@@ -251,8 +258,9 @@ def _cancel(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
 
 def _give_up(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, Move.GaveUp)
-    task.cause, task.message = "needs", decision.because
-    task_writer.end_task(session, task, "task.failed", decision.because)
+    told = request_needs.why_never(session, task) if task.standing else None
+    task.cause, task.message = "needs", told or decision.because
+    task_writer.end_task(session, task, "task.failed", task.message)
 
 
 def _lose(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:

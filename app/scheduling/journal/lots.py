@@ -27,13 +27,14 @@ from app.core.model.descriptor import TaskDescriptor
 from app.core.model.lifecycle import ENDED, NOT_STARTED, Move, State
 from app.core.model.lot_members import LotCounts
 from app.core.model.provisions.lot_values import Scalar
+from app.core.model.request_needs import RequestStanding
 from app.core.model.rungs import PROMOTED
 from app.core.units import counted
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Lot, Need, Task
 from app.messaging import outbox, webhooks
-from app.scheduling.journal import rungs, task_writer
+from app.scheduling.journal import request_needs, rungs, task_writer
 from app.scheduling.round_notes import notes_of
 
 JSON = dict[str, Any]
@@ -114,7 +115,7 @@ def _lots_to_look_at() -> Select[Lot]:
         *_may_start(),
     )
     is_over = and_(Lot.made == Lot.count, Lot.again == 0)
-    ends = and_(Lot.live == 0, or_(is_over, Task.cancel_asked_at.is_not(None), _needs(_is_broken)))
+    ends = and_(Lot.live == 0, or_(is_over, Task.cancel_asked_at.is_not(None), *_is_never()))
     has_lost = and_(is_over, Task.hold == "", Lot.live > 0, Lot.live == Lot.resting)
     query = select(Lot).join(Task, Task.id == Lot.id).where(Lot.is_open)
     # whatever else ended the lot's task, such as packages that cannot be locked
@@ -158,7 +159,7 @@ def _end(session: Session, lot: Lot) -> None:
         lot.is_open = False
         return
     counts = counts_of(lot)
-    broken = session.scalar(select(_needs(_is_broken)).where(Task.id == lot.id))
+    is_never = session.scalar(select(or_(*_is_never())).where(Task.id == lot.id))
     told = f"{counted(counts.done, 'member')} done, {counts.failed} failed"
     told += f", {counts.stopped} stopped early" if counts.stopped else ""
     cancelled = counts.cancelled - counts.stopped
@@ -166,8 +167,9 @@ def _end(session: Session, lot: Lot) -> None:
     told += rungs.silent_told(session, row)
     if row.cancel_asked_at is not None:
         move, told = Move.Cancel, f"Cancelled: {told}"
-    elif broken:
+    elif is_never:
         move, told = Move.GaveUp, "Not started: a task that it needs did not succeed."
+        told = request_needs.why_never(session, row) or told
         row.cause, row.message = "needs", told
     elif counts.end is None:
         return
@@ -193,8 +195,15 @@ def _needs(which: Any) -> ColumnElement[bool]:
 
 
 def _is_broken(needed: Any) -> ColumnElement[bool]:
-    condition: ColumnElement[bool] = needed.state.in_((State.failed, State.cancelled))
-    return condition
+    """Return the condition; what failed in another request is decided with the lot's standing."""
+    is_free = Task.standing == RequestStanding.free
+    counts = or_(is_free, needed.request_id == Task.request_id)
+    return and_(needed.state.in_((State.failed, State.cancelled)), counts)
+
+
+def _is_never() -> tuple[ColumnElement[bool], ...]:
+    """Return conditions of which each ends a lot: what it awaits can no longer happen."""
+    return Task.standing == RequestStanding.never, _needs(_is_broken)
 
 
 def _may_start() -> tuple[ColumnElement[bool], ...]:
@@ -203,6 +212,7 @@ def _may_start() -> tuple[ColumnElement[bool], ...]:
     return (
         Task.state == State.blocked,
         Task.hold == "",
+        Task.standing == RequestStanding.free,
         Task.cancel_asked_at.is_(None),
         or_(Task.not_before.is_(None), Task.not_before <= func.now()),
         func.coalesce(lock != "", True),
@@ -280,6 +290,8 @@ def _restart(session: Session, task: Task, island: str | None) -> None:
     task.cause = task.message = task.detail = task.ended_at = task.cancel_asked_at = None
     task.retry_at = transactions.now(session)  # it is queued after a failure, not preempted
     task.hold, task.attempts, task.avoids = "", 0, []
+    if task.standing == RequestStanding.never:
+        request_needs.look_again(session, task)
     if task.descriptor.get("stop"):
         rungs.let_pass(session, task)  # else it would pause again at once
     task_writer.tell(session, task, "task.again", "It starts again.")

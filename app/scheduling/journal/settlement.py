@@ -14,7 +14,7 @@ from app.core.model.lifecycle import ENDED
 from app.db import transactions
 from app.db.lines import KEY
 from app.db.models import Request
-from app.messaging import webhooks
+from app.messaging import outbox, webhooks
 from app.scheduling import ledger
 from app.scheduling.journal import lots, task_writer
 from app.scheduling.round_notes import RoundNotes, notes_of, set_notes
@@ -78,7 +78,9 @@ _STATES = text(
         bool_or(t.first_started_at is not null or t.lot_id = t.id and exists (select from tasks m
             where m.lot_id = t.id and m.lot_index is not null
                 and m.first_started_at is not null)) as started,
-        count(distinct coalesce(t.island, '')) > 1 as spread
+        count(distinct coalesce(t.island, '')) > 1 as spread,
+        exists (select from request_needs n where n.needs_request_id = r.id
+            and n.outcome in ('', 'hold')) as is_awaited
     from requests r join tasks t on t.request_id = r.id
     where r.id = any(:ids) and t.lot_index is null and (t.gang_id is null or t.gang_id = t.id)
     group by r.id order by r.id
@@ -98,6 +100,8 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
         mine = select(Request.id).where(Request.id.in_(spread)).order_by(Request.id)
         session.execute(mine.with_for_update(key_share=True))
         rows = session.execute(_STATES, {"ids": ids}).all()
+    if any(row.is_awaited for row in rows):
+        transactions.after_commit(session, outbox.nudge_control)
     ended, changed = list[str](), defaultdict[str, list[str]](list)
     for row in rows:
         state = lifecycle.request_state(row.tasks, started=row.started)

@@ -32,6 +32,7 @@ from app.db.models import (
     Placement,
     Request,
     RequestEvent,
+    RequestNeed,
     RungResult,
     Task,
     Tunnel,
@@ -85,6 +86,8 @@ def _write_request(session) -> None:
     session.flush()
     session.execute(update(Task).where(Task.id == TASK["id"]).values(gang_id=TASK["id"]))
     session.add(Need(task_id="tsk_ticket", needs_id=TASK["id"]))
+    gone = {"needs_request_id": "req_gone", "name": "gone", "awaited": "done"}
+    session.add(RequestNeed(task_id=TASK["id"], **gone, otherwise="fail", outcome="met"))
     session.add(Lot(id=TASK["id"], count=1, at_once=1))
     session.add(RungResult(task_id=TASK["id"], lot_id=TASK["id"], rung=0, step=9, value=0.5))
     device = documented.DEVICE["id"]
@@ -308,6 +311,7 @@ KEYS = {
     "metrics": ("task_id", "step"),
     "rung_results": ("task_id", "rung"),
     "needs": ("task_id", "needs_id", "port"),
+    "request_needs": ("task_id", "needs_request_id", "needs_task_id"),
     "datablock_uses": ("task_id", "port"),
 }
 

@@ -101,8 +101,8 @@ class TestSubmit:
             (train.id, prep.id, "x", "h"),
         ]
         assert body["tasks"][1]["needs"] == [
-            {"task": "prep", "port": "", "output": ""},
-            {"task": "prep", "port": "x", "output": "h"},
+            {"task": "prep", "port": "", "output": "", "request_id": ""},
+            {"task": "prep", "port": "x", "output": "h", "request_id": ""},
         ]
         assert event_types(session) == ["request.submitted"]
         assert red.get(f"/v1/requests/{body['id']}").json() == body  # it was not read back
