@@ -50,7 +50,7 @@ from app.db.models import Request as RequestRow
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
 from app.db.transactions import AnyRow, AnySelect
-from app.insight import forecast
+from app.insight import forecast, needed_requests
 from app.insight.forecast import Start
 from app.scheduling import ledger, snapshot_reader
 from app.scheduling.journal import rungs
@@ -80,6 +80,36 @@ class Why:
 
 def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     """Return why each task waits, by id; one board serves all tasks of an island."""
+    found = _explained(session, tasks)
+
+    def starts_of(needed: Sequence[TaskRow]) -> dict[str, Start | None]:
+        return {id: why.estimate for id, why in _explained(session, needed).items()}
+
+    learned = _kept(session).learned
+    awaited = needed_requests.reasons(session, tasks, starts_of, learned)
+    return found | {id: _with_awaited(found[id], reasons) for id, reasons in awaited.items()}
+
+
+def _with_awaited(why: Why, reasons: Sequence[Reason]) -> Why:
+    """Return the answer with one reason for each request that the task comes after, in place of
+    what the island knows of them.
+    """
+    others = [each for each in why.reasons if each["code"] not in says.OF_REQUESTS]
+    first = says.nearest(reasons)
+    told = [*map(_as_json, reasons), *others]
+    is_first = first is not None and all(_is_later(each, first) for each in others)
+    nearest = _nearest(first) if first is not None and is_first else why.nearest
+    until = nearest["message"] if nearest is not None else ""
+    unknown = {"code": "BLOCKED", "message": f"First: {until}"}
+    return replace(why, reasons=tuple(told), nearest=nearest, no_estimate=unknown)
+
+
+def _is_later(reason: JSON, first: Reason) -> bool:
+    order = [*says.CODES]
+    return order.index(reason["code"]) > order.index(first.code)
+
+
+def _explained(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     found = {task.id: Why() for task in tasks}
     by_island: dict[str | None, list[TaskRow]] = defaultdict(list)
     for task in tasks:
@@ -631,7 +661,7 @@ class _Answer:
     def __init__(self, session: Session, picture: _Picture, asked: Sequence[TaskRow]) -> None:
         self.session, self.picture, self.board = session, picture, picture.board
         self.now_s = picture.now_s + picture.age_s
-        mine = snapshot_reader.tasks(*_MORE).where(
+        mine = snapshot_reader.tasks(*forecast.COLUMNS).where(
             TaskRow.id == func.any([row.id for row in asked])
         )
         rows = session.execute(mine.order_by(TaskRow.id)).all()
@@ -768,23 +798,10 @@ class _Answer:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-_MORE = (
-    TaskRow.name,
-    TaskRow.lot_index,
-    TaskRow.total_held_us,
-    TaskRow.guest_held_us,
-    TaskRow.unheard_us,
-    TaskRow.descriptor["max_duration_s"].label("max_duration_s"),
-    TaskRow.step,
-    TaskRow.descriptor["params"]["steps"].label("steps"),
-    TaskRow.descriptor["from_checkpoint"].label("from_checkpoint"),
-)
-
-
 def _on_devices(island: str) -> AnySelect:
     """Select by open placements, because a million tasks may wait."""
     return (
-        snapshot_reader.tasks(*_MORE)
+        snapshot_reader.tasks(*forecast.COLUMNS)
         .join(Placement, Placement.task_id == TaskRow.id)
         .where(
             Placement.ended_at.is_(None),
@@ -798,7 +815,7 @@ def _on_devices(island: str) -> AnySelect:
 def _moving(island: str) -> AnySelect:
     """Select the waiting tasks that devices are kept for."""
     moving = (TaskRow.move_to.is_not(None), TaskRow.state == State.waiting)
-    return snapshot_reader.tasks(*_MORE).where(TaskRow.island == island, *moving)
+    return snapshot_reader.tasks(*forecast.COLUMNS).where(TaskRow.island == island, *moving)
 
 
 _HORIZON = text("select pg_snapshot_xmin(pg_current_snapshot())::text")

@@ -71,6 +71,20 @@ class Start:
     latest_at: datetime
 
 
+#: What forecasts need of tasks, beside the columns of `snapshot_reader`.
+COLUMNS = (
+    TaskRow.name,
+    TaskRow.lot_index,
+    TaskRow.total_held_us,
+    TaskRow.guest_held_us,
+    TaskRow.unheard_us,
+    TaskRow.descriptor["max_duration_s"].label("max_duration_s"),
+    TaskRow.step,
+    TaskRow.descriptor["params"]["steps"].label("steps"),
+    TaskRow.descriptor["from_checkpoint"].label("from_checkpoint"),
+)
+
+
 # --- what has been learned ------------------------------------------------------------------------
 
 
@@ -346,6 +360,16 @@ def _left_s(row: Any, worked_s: float) -> float | None:
         return None
     made: int = row.step
     return worked_s * (steps - made) / made
+
+
+def left_s(row: Any, learned: Learned) -> float | None:
+    """Return how long the task will still run, once it does; None if nobody knows."""
+    worked_s = _worked_s(row, row.held_us)
+    left = _left_s(row, worked_s)
+    if left is not None:
+        return left
+    found = learned.history.remaining(_history_keys(row), elapsed_s=worked_s, quantiles=(0.5,))
+    return None if found is None else found[0]
 
 
 def steps_to_make(told: object, step: int) -> int | None:

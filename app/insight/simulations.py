@@ -27,10 +27,11 @@ from sqlalchemy.orm import Session
 from app.core.model.device_choice import with_packages
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
+from app.core.model.request_needs import STARTED
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
-from app.db.models import Island, Lot, Need, Task
+from app.db.models import Island, Lot, Need, RequestNeed, Task
 from app.errors import BadInput, Conflict
 from app.scheduling import ledger, snapshot_reader
 
@@ -142,6 +143,8 @@ def of_history(
     rows = _ended(session, island, since, until)
     ran = [row for row in rows if row.total_held_us > 0]
     needs = _needs(session, {row.id for row in ran}) | _earlier_members(session, ran)
+    others = _tasks_of_needed_requests(session, {row.id: row.lot_id for row in ran})
+    needs |= {id: (*needs.get(id, ()), *those) for id, those in others.items()}
     began_s = min((_arrived_s(row) for row in ran), default=0.0)
     switches = [row.switch_us / 1e6 for row in ran if row.pauses and row.switch_us]
     scene = ReplayInput(
@@ -188,6 +191,30 @@ def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
         if needs_id in ids:
             found[task_id][needs_id] = None
     return {task_id: tuple(needed) for task_id, needed in found.items()}
+
+
+def _tasks_of_needed_requests(
+    session: Session, ran: Mapping[str, str | None]
+) -> dict[str, tuple[str, ...]]:
+    """Return for each task, which are given with their lots, the tasks of the list that belong to
+    requests whose end it awaited.
+
+    A start that was awaited had happened when such a task started; the replay does not know it.
+    """
+    whose = defaultdict[str, list[str]](list)
+    for id, lot in ran.items():
+        whose[lot or id].append(id)
+    query = select(RequestNeed.task_id, Task.id).join(
+        Task, Task.request_id == RequestNeed.needs_request_id
+    )
+    ends = (RequestNeed.awaited != STARTED, RequestNeed.needs_task_id.in_(("", Task.id)))
+    rows = session.execute(query.where(RequestNeed.task_id.in_(whose), *ends).order_by(Task.id))
+    found = defaultdict[str, list[str]](list)
+    for task_id, needed in rows:
+        if needed in ran:
+            for id in whose[task_id]:
+                found[id].append(needed)
+    return {id: tuple(those) for id, those in found.items()}
 
 
 def _earlier_members(session: Session, rows: Sequence[Any]) -> dict[str, tuple[str, ...]]:

@@ -17,6 +17,7 @@ from app.insight.reports.health import device_failure, device_health
 from app.insight.reports.history import Decided, Happened, Round, decision, decisions, events
 from app.insight.reports.network import NetworkUse, network_use
 from app.insight.reports.queue import Queued, median_wait_s, queue
+from app.insight.reports.request_graph import request_graph
 from app.insight.reports.shares import (
     KindShare,
     TenantShare,
@@ -78,6 +79,7 @@ __all__ = [
     "paces",
     "queue",
     "request",
+    "request_graph",
     "requests",
     "running",
     "stays",

@@ -68,7 +68,7 @@ def requests(
         query = query.where(phases.is_in([phase]))
     if before is not None:
         query = query.where(Request.id < before)
-    return _request_lines(session, list(session.scalars(query)))
+    return request_lines(session, list(session.scalars(query)))
 
 
 def request(session: Session, tenant: str | None, id: str) -> RequestLine | None:
@@ -76,11 +76,11 @@ def request(session: Session, tenant: str | None, id: str) -> RequestLine | None
     query = select(Request.id).where(Request.id == id)
     if tenant is not None:
         query = query.where(Request.tenant_id == tenant)
-    lines = _request_lines(session, list(session.scalars(query)))
+    lines = request_lines(session, list(session.scalars(query)))
     return lines[0] if lines else None
 
 
-def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
+def request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
     counts: dict[str, dict[str, int]] = defaultdict(dict)
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     leading: dict[str, set[str]] = defaultdict(set)

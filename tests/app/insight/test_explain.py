@@ -19,7 +19,7 @@ from app.core.model.device_choice import with_packages
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions
-from app.db.models import Account, Island, Lot, Need, Placement, Task, User
+from app.db.models import Account, Island, Lot, Need, Placement, RequestNeed, Task, User
 from app.insight import explain, forecast
 from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
@@ -140,6 +140,27 @@ class Scene:
             self.scenery.move(first, "done")
 
         return task, do
+
+    def awaiting(self, standing, outcome):
+        first = self.scenery.task(self.a)
+        task = self.scenery.task(self.a, "blocked", standing=standing)
+        need = RequestNeed(
+            task_id=task.id, needs_request_id=first.request_id, name="first", awaited="done",
+            otherwise="hold", outcome=outcome,
+        )  # fmt: skip
+        self.scenery.add(need)
+
+        def do(change):
+            assert change["of"] == first.request_id
+            need.outcome, task.standing = "met", ""
+
+        return task, do
+
+    def after_request(self):
+        return self.awaiting("waits", "")
+
+    def request_missed(self):
+        return self.awaiting("held", "hold")
 
     def not_before(self):
         at = datetime.now(UTC) + timedelta(hours=1)

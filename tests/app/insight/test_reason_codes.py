@@ -40,6 +40,7 @@ OF_USER = {
     "IDLE_SESSION",
     "LOT_HELD",
     "LOT_FAILURES",
+    "REQUEST_MISSED",
     "RANK_BEHIND",
 }
 OF_ADMIN = {
@@ -76,9 +77,10 @@ def test_each_reason_names_the_one_who_can_end_it():
 
 
 def test_reasons_that_start_conditions_give_are_named_as_such():
-    """`_unmet_conditions`, `_by_terms` and `backoff` give these, and no others do."""
+    """The functions `of_start` give these, and no others do."""
     source = ast.parse(Path(waiting_reasons.__file__).read_text())
-    of_start = {"_unmet_conditions", "_by_terms", "backoff"}
+    of_start = {"_unmet_conditions", "_by_hold", "_by_terms", "backoff"}
+    of_start |= {"after_request", "request_missed"}
     given = {
         node.value
         for function in source.body

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from app.core.simulation.simulator import Costs
-from app.db.models import Lot, Need, Tenant, User
+from app.db.models import Lot, Need, RequestNeed, Tenant, User
 from app.insight import simulations
 from app.scheduling import ledger
 from tests.app.conftest import problem
@@ -99,6 +99,21 @@ def test_task_that_needed_another_waits_for_it_in_the_replay(post, scenery):
     scenery.device("d0"), scenery.device("d1")
     first, second = ended(scenery, red, held_s=10), ended(scenery, red, held_s=5)
     scenery.add(Need(task_id=second.id, needs_id=first.id))
+    [as_is, _] = post(HISTORY).json()["runs"]
+    assert as_is["lasted_s"] == 15.0
+
+
+def test_task_that_came_after_another_request_does_so_in_the_replay(post, scenery):
+    red = scenery.tenant("red")
+    scenery.device("d0"), scenery.device("d1")
+    first, second, third = (ended(scenery, red, held_s=s) for s in (10, 5, 2))
+    for task, needed, awaited in ((second, first, "ended"), (third, first, "started")):
+        scenery.add(
+            RequestNeed(
+                task_id=task.id, needs_request_id=needed.request_id, name="first",
+                awaited=awaited, otherwise="fail", outcome="met",
+            )
+        )  # fmt: skip
     [as_is, _] = post(HISTORY).json()["runs"]
     assert as_is["lasted_s"] == 15.0
 
