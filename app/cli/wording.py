@@ -68,11 +68,32 @@ def validated(checked: JSON) -> RenderableType:
 def accepted(request: JSON) -> Text:
     """Say that the request was submitted, and name the next commands."""
     text = words(f"Submitted {request['name']} ({short(request['id'])}): {request['phase']}.")
+    if others := comes_after(request["tasks"]):
+        text.append(f"\n  It comes after {', '.join(others)}.")
     for note in request["notes"]:
         text.append(f"\nNote: {note}")
     for verb, use in (("watch  ", "what happens to it"), ("logs -f", "what it prints")):
         text.append(f"\n  roundhouse {verb} {request['name']:<24}  {use}")
     return text
+
+
+def comes_after(tasks: Iterable[JSON]) -> list[str]:
+    """Name the other requests that these tasks come after, and what is awaited of each."""
+    found = dict[str, None]()
+    for need in (need for task in tasks for need in task.get("after_requests", ())):
+        named = f"{need['request']}/{need['task']}" if need["task"] else need["request"]
+        went = "" if need["outcome"] == "waits" else f", {_WENT[need['outcome']]}"
+        found[f"{named} ({short(need['request_id'])}: {need['on']}{went})"] = None
+    return [*found]
+
+
+_WENT = {
+    "met": "has happened",
+    "fail": "did not happen",
+    "hold": "did not happen: held",
+    "run": "did not happen: it runs all the same",
+    "waived": "did not happen: resumed",
+}
 
 
 def ended(request: JSON) -> RenderableType:
@@ -105,6 +126,7 @@ def request(value: JSON) -> RenderableType:
             ("priority", value["priority"] or None),
             ("labels", value["labels"]),
             ("bundle", value["bundle"]),
+            ("comes after", comes_after(value["tasks"]) or None),
             ("submitted", ago(value["submitted_at"])),
             ("ended", ago(value["ended_at"])),
             ("look inside", "" if value["ended_at"] else _look_inside_first(value)),
@@ -425,6 +447,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("inputs", value["inputs"]),
             ("publishes", value["publish"]),
             ("needs", [need["task"] for need in value["needs"]] or None),
+            ("comes after", comes_after([value]) or None),
             ("step", value["step"]),
             ("held", seconds(_device_us(value))),
             ("pauses", value["pauses"]),
@@ -685,6 +708,9 @@ def _starts(task: JSON) -> str:
 def _next(reason: JSON, given: str) -> str:
     if reason["code"] in ("HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "LOST_AT_RUNG"):
         return f"Run `roundhouse resume {given}`."
+    if reason["code"] == "REQUEST_MISSED":
+        other = short(reason["change"]["of"])
+        return f"Run `roundhouse retry {other}`, or `roundhouse resume {given}`."
     what = _WHAT_TO_DO.get(reason["next_action"], reason["next_action"])
     return f"{what} {reason['unblocked_by']}." if reason["unblocked_by"] else ""
 

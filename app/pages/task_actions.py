@@ -21,6 +21,7 @@ from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.provisions import process_images
 from app.core.model.provisions.notice import NEED as NOTICE
+from app.core.model.request_needs import RequestStanding
 from app.db.models import Lot, Request, Task
 from app.intake.actions import ADMIN_HOLD
 from app.scheduling.journal.lots import IS_LOT, IS_NO_MEMBER
@@ -119,11 +120,16 @@ def choices(session: Session, caller: Caller, request: Request) -> Choices:
     return Choices(
         cancel=any(task.cancel_asked_at is None for task in live),
         hold="" in held,
-        release=any(held) and (caller.sees_all or ADMIN_HOLD not in held),
+        release=any(map(_is_held, live)) and (caller.sees_all or ADMIN_HOLD not in held),
         retry=request.delete_asked_at is None and _has_failed(session, request),
         delete=not live and not request.keep and request.delete_asked_at is None,
         of_task=defaultdict(OfTask, {task.id: _of_task(task, caller.sees_all) for task in live}),
     )
+
+
+def _is_held(task: Task) -> bool:
+    """True if somebody may resume the task, whoever or whatever holds it."""
+    return bool(task.hold) or task.standing == RequestStanding.held
 
 
 def _has_failed(session: Session, request: Request) -> bool:
@@ -144,7 +150,7 @@ def _of_task(task: Task, as_admin: bool) -> OfTask:
         asked=_asked(task),
         cancel=task.cancel_asked_at is None,
         pause=not task.hold,
-        resume=bool(task.hold) and (as_admin or task.hold != ADMIN_HOLD),
+        resume=_is_held(task) and (as_admin or task.hold != ADMIN_HOLD),
         save=sits and not task.save_asked,
         move=sits
         and not is_stuck

@@ -50,6 +50,7 @@ from app.insight import reports
 from app.insight.time_spent import time_spent
 from app.messaging.live_updates import ALL, changes
 from app.pages import STATIC, charts, forms, task_actions
+from app.pages.request_chart import request_chart
 from app.settings import settings
 
 HOME = "/ui/"
@@ -321,6 +322,7 @@ def show_request(
         item=found,
         row=asked_for,
         acts=acts,
+        after=request_chart(reports.request_graph(session, id)),
         inside=None if found.ended_at else task_actions.look_inside(session, caller, asked_for),
         tasks=tasks,
         lots=lots,

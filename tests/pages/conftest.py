@@ -31,6 +31,7 @@ from app.db.models import (
     LogLine,
     Metric,
     Mount,
+    RequestNeed,
     Secret,
     Task,
     Usage,
@@ -171,6 +172,10 @@ def _fill(session: Session) -> dict[str, Any]:
     tracked = scenery.task(a, "running", seat="d0", name="train", step=40, metrics={"loss": 0.25})
     foreign = scenery.task(b, "running", seat="d1", name="secret")
     waiting = tuple(scenery.task(a, name=f"next{n}") for n in (1, 2, 3))
+    for n, awaited in enumerate(("done", "started")):  # two requests come after the first
+        whose = {"task_id": waiting[n].id, "needs_request_id": tracked.request_id}
+        need = {"name": "train", "awaited": awaited, "otherwise": "hold", "outcome": "met"}
+        session.add(RequestNeed(**whose, **need))
     scenery.charge(tracked, 30 * 10**6)
     scenery.charge(foreign, 70 * 10**6)
     for step in range(0, 40, 2):

@@ -280,7 +280,8 @@ class TestRequestPage:
         visit.sign_in("a")
         visit.go(f"/ui/requests/{service.tracked.request_id}")
         heads = visit.page.locator("main section h2").all_text_contents()
-        assert heads == ["Tasks", "Look inside", "Metrics", "Log", "Timeline", "Events"]
+        rest = ["Look inside", "Metrics", "Log", "Timeline", "Events"]
+        assert heads == ["Tasks", "Who waits for whom", *rest]
         facts = visit.page.locator(".facts").first
         expect(facts).to_contain_text("Without a device")
         expect(visit.page.locator("#log-title + p")).to_contain_text(re.compile(r"^2\d lines ·"))

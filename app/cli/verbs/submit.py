@@ -147,6 +147,14 @@ def submit(
         float | None,
         typer.Option(help="of a lot: more failures hold it; below 1 a share"),
     ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--after",
+            help="another request, by name or id, that must be done first; NAME:ended, NAME:failed"
+            " or NAME:started awaits that, NAME:done:hold or :run is what else to do; repeatable",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -168,6 +176,7 @@ def submit(
     roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
     roundhouse submit train.py --matrix seed=0-9 --stop loss@1000,3000 -- --seed '${matrix.seed}'
     roundhouse submit train.py --ranks 4 --kind cuda --collectives native
+    roundhouse submit eval.py --after train --after baseline:ended
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
@@ -193,6 +202,7 @@ def submit(
     _set_lot(descriptor, array, matrix or [], max_failures)
     _set_stop(descriptor, stop, keep_best)
     _set_order(descriptor, label or [], priority, tier)
+    _set_after(descriptor, after or [])
     folder = next((each for each in (bundle, source) if each is not None and each.is_dir()), None)
     is_offered = run is not None and not descriptor.get("environment")
     more = _environment(descriptor, folder, environment, python, is_offered=is_offered)
@@ -275,6 +285,7 @@ _OWN_OPTIONS = {
     "--stop",
     "--keep-best",
     "--max-failures",
+    "--after",
     "--idempotency-key",
 }
 
@@ -452,6 +463,27 @@ def _set_order(descriptor: JSON, labels: list[str], priority: int | None, tier: 
         descriptor["priority"] = priority
     if tier:
         descriptor["tier"] = tier
+
+
+def _set_after(descriptor: JSON, after: list[str]) -> None:
+    """Let the only task, or each of several, come after other requests."""
+    if not after:
+        return
+    tasks = descriptor.get("tasks")
+    if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
+        raise typer.BadParameter("--after needs a descriptor with tasks")
+    for task in tasks:
+        start = task.get("start") or {}
+        others = start.get("after_requests") or []
+        task["start"] = {**start, "after_requests": [*others, *map(_after, after)]}
+
+
+def _after(said: str) -> JSON:
+    """Return an entry of `after_requests`; the service checks its words."""
+    name, *more = said.split(":")
+    if not name or len(more) > 2:
+        raise typer.BadParameter(f"--after must be NAME, NAME:ON or NAME:ON:ELSE; got {said}")
+    return {"request": name, **dict(zip(("on", "else"), more, strict=False))}
 
 
 def _must_read_params(source: Path | None, job: str) -> None:

@@ -344,6 +344,18 @@ class TestSubmit:
         assert (task["max_duration_s"], task["retry"]) == (3600.0, {"max": 2})
         assert (body["labels"], body["tier"], body["priority"]) == ({"exp": "a1"}, "basic", -3)
 
+    def test_after_names_other_requests(self, run, code, monkeypatch):
+        (code / "main.py").write_text("print('hello')\n")
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(Client, "submit", lambda self, body, key: sent.append(body) or body)
+        given = ("--after", "a", "--after", "b:ended", "--after", "c:failed:hold")
+        assert run("submit", code / "main.py", "-o", "json", *given).exit_code == 0
+        assert sent[0]["tasks"][0]["start"]["after_requests"] == [
+            {"request": "a"},
+            {"request": "b", "on": "ended"},
+            {"request": "c", "on": "failed", "else": "hold"},
+        ]
+
     @pytest.mark.parametrize(
         ("words", "task"),
         [
@@ -407,6 +419,7 @@ class TestSubmit:
             (("--array", "0-3", "--stop", "loss"), "--stop must be METRIC@STEP,STEP"),
             (("--array", "0-3", "--keep-best", 0.5), "--keep-best goes with --stop"),
             (("--trials", 3), "--trials goes with --search"),
+            (("--after", "a:b:c:d"), "--after must be NAME, NAME:ON or NAME:ON:ELSE"),
             (("--array", "0-9", "--search", "a=1"), "with --search only %N"),
             (("--max-failures", 1), "--max-failures goes with --array"),
             (("--memory", "16 parsecs"), "16GB"),

@@ -127,3 +127,20 @@ def test_template_with_a_wrong_name_is_an_error():
     for text in ("{{ nothing }}", "{{ caller.nothing }}", "{% if caller.nothing %}x{% endif %}"):
         with pytest.raises(UndefinedError):
             views.templates.env.from_string(text).render(caller=object())
+
+
+def test_page_of_a_request_draws_who_waits_for_whom(red, browser):
+    def submit(name, *after):
+        entries = [{"request": other, "on": "ended", "else": "hold"} for other in after]
+        task = {"name": "t", "run": {"command": ["true"]}, "start": {"after_requests": entries}}
+        return red.post("/v1/requests", json={"name": name, "tasks": [task]}).json()["id"]
+
+    first = submit("first")
+    assert "Who waits for whom" not in browser.get(f"/ui/requests/{first}").text
+    second, third = submit("second", "first"), submit("third", "second")
+    page = browser.get(f"/ui/requests/{second}").text
+    assert "Who waits for whom" in page
+    for other in (first, third):
+        assert f'<a href="/ui/requests/{other}"><g class="box queued">' in page
+    assert page.count('<path class="waits" d="M') == 3  # with the one of the key
+    assert "first ended" in page
