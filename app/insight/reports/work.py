@@ -242,9 +242,7 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
             reasons=told[task.id].reasons,
             starts=told[task.id].estimate,
             epoch=task.epoch,
-            total_held_us=task.total_held_us + task.held_us,
-            pauses=task.pauses,
-            lost_steps=task.lost_steps,
+            **_taken(task, lots.get(task.id)),
             peak_device_bytes=task.peak_device_bytes,
             peak_host_bytes=task.peak_host_bytes,
             memory_to_request_bytes=memory_to_request(task.state, task.peak_device_bytes),
@@ -272,6 +270,21 @@ def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
         )
         for task in found
     ]
+
+
+def _taken(task: Task, lot: LotState | None) -> dict[str, int]:
+    """Return what the task took; of a lot, what all its members took together."""
+    if lot is not None:
+        return {
+            "total_held_us": lot.held_us,
+            "pauses": lot.pauses,
+            "lost_steps": lot.lost_steps,
+        }
+    return {
+        "total_held_us": task.total_held_us + task.held_us,
+        "pauses": task.pauses,
+        "lost_steps": task.lost_steps,
+    }
 
 
 def _phase(task: Task, lot: LotState | None) -> str:

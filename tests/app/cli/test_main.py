@@ -979,8 +979,14 @@ class TestWishes:
         assert "Members that run go on." in run("at-once", id, 0).stdout
         assert service.sql("select at_once from lots where id = %s", service.task_of(id)) == [(0,)]
         assert run("retry", id).exit_code == 4
-        service.sql("update lots set made = 7, failed = 3, done = 4, failures_allowed = 5")
-        assert "3 failed" in run("show", id).stdout
+        service.sql(
+            "update lots set made = 7, failed = 3, done = 4, failures_allowed = 5,"
+            " held_us = 3600000000, pauses = 5, lost_steps = 2"
+        )
+        table = run("show", id).stdout
+        assert re.search(r"4\sdone.*1h\s00m\s+5\s+2\s", table), table
+        [task] = json.loads(run("show", id, "-o", "json").stdout)["tasks"]
+        assert (task["held_us"], task["pauses"], task["lost_steps"]) == (3600000000, 5, 2)
         assert "LOT_HELD" in run("why", id, "-o", "json").stdout
         assert "starts again" in run("retry", id, "--failed").stdout
         [(again, states)] = service.sql("select again, again_states from lots")
