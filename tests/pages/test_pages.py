@@ -255,7 +255,9 @@ class TestRequestPage:
         assert drawn[0][1] == [item["values"]["loss"] for item in items]
         legend = visit.page.locator("#curve-1-plot .u-legend")
         expect(legend).to_contain_text("train")
-        box = visit.page.locator("#curve-1-plot .u-over").bounding_box()
+        over = visit.page.locator("#curve-1-plot .u-over")
+        over.scroll_into_view_if_needed()
+        box = over.bounding_box()
         visit.page.mouse.move(box["x"] + 1, box["y"] + box["height"] / 2)
         expect(legend.locator(".u-value").first).to_have_text("0")
         expect(legend.locator(".u-value").last).to_have_text("1")
