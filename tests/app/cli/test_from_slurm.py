@@ -61,7 +61,7 @@ def folder(server, tmp_path, monkeypatch):  # noqa: F811
     """A folder with what the page submits, as a member of red; there are four cuda devices."""
     here = tmp_path / "here"
     (here / "code").mkdir(parents=True)
-    for path in ("train.py", "work.py", "job.sh", "code/train.py"):
+    for path in ("train.py", "work.py", "eval.py", "job.sh", "code/train.py"):
         (here / path).write_text("")
     (here / "request.yaml").write_text(DESCRIPTOR)
     monkeypatch.chdir(here)
