@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
+from dataclasses import asdict
 
 import psutil
 import pytest
@@ -22,6 +24,7 @@ from tests.workers.commands.test_runner import its_processes, shell
 from tests.workers.conftest import PATIENCE_S
 from tests.workers.tunnels import FarEnd, ticket_for
 from workers.commands.shells import tunnel_end
+from workers.commands.shells.tunnels import InnerEnds
 from workers.device.tunnels import TUNNELS_MAX
 from workers.transfer import peer_auth
 
@@ -394,3 +397,24 @@ def test_files_are_not_read_while_the_command_is_paused(running):
         assert not far.is_readable(0.5)
         running.launch("t1", WAITS, epoch=2)
         assert far.read()[0] == FrameKind.DATA
+
+
+def test_reads_of_files_end_before_the_processes_are_stored(tmp_path):
+    """So a download does not keep a command from moving; its caller may ask again."""
+    size = 8 * 2**20  # more than the socket takes
+    (tmp_path / "big").write_bytes(bytes(size))
+    ends, (ours, theirs) = InnerEnds(), socket.socketpair()
+    ticket = ticket_for("t1", kind=tunnel.FILES, words=(READ, "big"))
+    ends.add(asdict(ticket), theirs.detach())
+    ends.start(str(tmp_path), dict(os.environ), None)
+    with ours:
+        began = len(ours.recv(1))
+        [process] = ends._started.values()
+        assert ends.are_open
+        ends.end_reads()
+        assert not ends.are_open
+        assert process.returncode == -signal.SIGKILL
+        came = began
+        while piece := ours.recv(2**16):
+            came += len(piece)
+        assert came < size
