@@ -465,7 +465,7 @@ def task_outs(session: Session, caller: Caller, tasks: Sequence[Task]) -> list[T
 
 
 def _count_members(session: Session, shown: Sequence[TaskOut]) -> None:
-    """Add what became of their members, and what all of these took, to the lots among these tasks."""
+    """Add what became of their members, and what all of these took, to the lots among the tasks."""
     lots = {task.id: task for task in shown if task.lot_id == task.id}
     for id, state in lot_states(session, lots).items():
         out, counts = lots[id], state.counts
