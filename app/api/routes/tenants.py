@@ -147,10 +147,12 @@ def change_tenant(
     if body.parent_id is not None:
         tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
         _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
+    # it reads rows: after the name is set, that would write the name, which may be taken
+    network = None if body.network is None else _network(session, caller, body.network)
     _reweigh(session, tenant, body)
     _take_over(tenant, body)
-    if body.network is not None:
-        tenant.network = _network(session, caller, body.network)
+    if network is not None:
+        tenant.network = network
     if body.user_defaults is not None:
         tenant.user_defaults = _defaults(body.user_defaults)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")

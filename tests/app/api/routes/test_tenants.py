@@ -186,6 +186,13 @@ class TestChangeTenant:
         problem(self.change(root, name="blue"), 409, "conflict-state")
         assert rows() == before
 
+    def test_a_name_that_is_taken_is_refused_whatever_else_is_changed(self, as_):
+        admin = as_("red.tenant_admin")
+        for name in ("a", "b"):
+            id = admin.post("/v1/tenants", json={"name": name}).json()["id"]
+        answer = self.change(admin, id=id, name="a", network=[], max_running=0)
+        problem(answer, 409, "conflict-state")
+
     def test_absent_field_stays_and_null_removes_a_bound(self, root):
         quota = {"guarantee": {"cuda": 2}, "limit": {"*": 8}, "max_running": 3, "max_queued": 5}
         self.change(root, **quota, tier="basic")
