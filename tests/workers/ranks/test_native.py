@@ -44,11 +44,10 @@ def test_every_call_has_the_bits_of_stock_gloo(gangs: Gangs, by_gloo: list[dict[
         assert [rank[name] for rank in ours] == [rank[name] for rank in by_gloo], name
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 def test_groups_that_are_dropped_at_random_moments_keep_the_bits(
-    gangs: Gangs, by_gloo: list[dict[str, Any]], seed: int
+    gangs: Gangs, by_gloo: list[dict[str, Any]]
 ) -> None:
-    stories = _native(gangs, params={"names": NAMES}, holds=seed)
+    stories = _native(gangs, params={"names": NAMES}, holds=1)
     ours = _rows(stories)
     for name in NAMES:
         assert [rank[name] for rank in ours] == [rank[name] for rank in by_gloo], name
