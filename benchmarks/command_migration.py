@@ -92,11 +92,14 @@ def main() -> int:
         program.find()
     except program.NoProgram as error:
         return report("command_migration", [], {"not measured": str(error)})
-    with tempfile.TemporaryDirectory(prefix="moves-") as folder, _prefix(Path(folder)) as criu:
+    with (
+        tempfile.TemporaryDirectory(prefix="moves-") as folder,
+        working_prefix(Path(folder)) as criu,
+    ):
         rate, filled_s = _bandwidth(Path(folder) / "rate"), _filled_s()
         rows = {
             name: [
-                moved(Path(folder) / f"{number}-{size}", size, criu)
+                moved(Path(folder) / f"{number}-{size}", Run(argv_of(size)), criu, alone(size))
                 for number in range(1 if quick() else ROUNDS)
             ]
             for name, size in sizes.items()
@@ -151,10 +154,12 @@ def peers(rows: dict[str, list[JSON]], rate: float, filled_s: float, again_s: fl
 # --- moves ----------------------------------------------------------------------------------------
 
 
-def moved(home: Path, size: int, criu: str) -> JSON:
-    """Store a program twice and move it once; return the times and bytes."""
+def moved(home: Path, run: Run, criu: str, last_line: str) -> JSON:
+    """Store a program twice and move it once; return the times and bytes.
+
+    `last_line` is what the program prints at its end if it is not moved.
+    """
     (home / "store").mkdir(parents=True)
-    run = Run(size)
     with _host(home, 0, criu) as here, _host(home, 1, criu) as there:
         run.on(here)
         first = run.stored()
@@ -166,6 +171,7 @@ def moved(home: Path, size: int, criu: str) -> JSON:
         here.drop = [["t", run.epoch]]
         began_s = time.monotonic()
         started = run.on(there)
+        there.expected = []  # else it is fetched again while the folder of the store goes
         parts_s.append(time.monotonic() - began_s)
         if started.resumed != "image":
             raise RuntimeError(f"it began again: {run.lines()}")
@@ -181,7 +187,7 @@ def moved(home: Path, size: int, criu: str) -> JSON:
         "frozen_s": frozen_s,
         "downtime_s": downtime_s,
         "parts_s": [round(part_s, 2) for part_s in parts_s],
-        "differs": said != alone(size),
+        "differs": said != last_line,
     }
 
 
@@ -190,7 +196,7 @@ def begun_again(home: Path, size: int) -> float:
     before.
     """
     (home / "store").mkdir(parents=True)
-    run = Run(size)
+    run = Run(argv_of(size))
     with _host(home, 0, "/none") as here, _host(home, 1, "/none") as there:
         run.on(here)
         run.stored()
@@ -203,10 +209,10 @@ def begun_again(home: Path, size: int) -> float:
 
 
 class Run:
-    """Runs a program on one device worker after another."""
+    """Runs a program on one device worker after another; `asked` are fields of its launch."""
 
-    def __init__(self, size: int) -> None:
-        self.argv = ["python", "-c", PROGRAM, str(size), str(HOT), str(STEPS)]
+    def __init__(self, argv: list[str], **asked: Any) -> None:
+        self.argv, self.asked = argv, asked
         self.epoch, self.images = 0, list[CheckpointRef]()
         self.rigs: dict[int, DeviceRig] = {}
         self.launches: dict[int, Launch] = {}
@@ -217,7 +223,7 @@ class Run:
         self.epoch += 1
         self.rigs[self.epoch] = rig
         self.launches[self.epoch] = rig.launch(
-            "t", self.argv, self.epoch, images=self.images, budget_us=10**9
+            "t", self.argv, self.epoch, images=self.images, budget_us=10**9, **self.asked
         )
         started: Started = rig.event(Started, "t", self.epoch, timeout_s=TIMEOUT_S)
         rig.until(lambda: len(self.steps(self.epoch)) > 1, timeout_s=TIMEOUT_S)
@@ -285,6 +291,10 @@ class Run:
         return max(first[1] - last[1], second[1] - first[1]) / 1e9
 
 
+def argv_of(size: int) -> list[str]:
+    return ["python", "-c", PROGRAM, str(size), str(HOT), str(STEPS)]
+
+
 @functools.cache
 def alone(size: int) -> str:
     """Return the last line that the program prints if it is neither paused nor moved."""
@@ -314,7 +324,7 @@ def _host(home: Path, number: int, criu: str) -> Iterator[DeviceRig]:
 
 
 @contextlib.contextmanager
-def _prefix(folder: Path) -> Iterator[str]:
+def working_prefix(folder: Path) -> Iterator[str]:
     """Yield a CRIU that works here.
 
     Without CAP_SYS_RESOURCE it needs a stand-in, as in tests.
