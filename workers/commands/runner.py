@@ -35,12 +35,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from app.core.device.common_point import HOLD_WITHIN_S
-from app.core.device.gang_watch import GangWatch, who_is_behind
+from app.core.device.gang_watch import GangWatch, RankIs, who_is_behind
 from app.core.model import codec
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.protocol.messages import ARTIFACTS
@@ -168,6 +168,7 @@ class Stub:
     tunnels: InnerEnds = field(default_factory=InnerEnds)
     status: int | None = None
     failed_rank: int = 0
+    failed_behind: str = ""  # for which rank it waited, if torch's own backend ended it
     # exit statuses of all ranks when the first one failed
     ends: list[int | None] = field(default_factory=list)
     cancelled: bool = False
@@ -740,7 +741,20 @@ class Stub:
         # after a cancel all ranks may clean up; after a notice all may save
         if status and not self._is_again(status) and not (self.status or self.is_stopped):
             self.failed_rank, self.status = rank, status
+            self.failed_behind = self._behind(rank)
             self.ends = [process.returncode for process in self.processes]
+
+    def _behind(self, failed: int) -> str:
+        """Return for which rank a rank waited that has failed; "" if that is not known.
+
+        Torch's own backend ends all ranks that wait for one that has ended.  The rank for which
+        they waited is the one to name.
+        """
+        if self.gang is None or self.gang.gathering is None:
+            return ""
+        standings = self.gang.standings()
+        standings[failed] = replace(standings[failed], does=RankIs.waits)
+        return who_is_behind(standings)
 
     def _mind_all_ended(self) -> None:
         codes = [process.returncode for process in self.processes]
@@ -873,7 +887,8 @@ class Stub:
         if self.gang is None:
             first, more = f"{full}{ended}", ""
         else:
-            first = f"{full}rank {self.failed_rank}: {ended}"
+            behind = f" {self.failed_behind}" if self.failed_behind else ""
+            first = f"{full}rank {self.failed_rank}: {ended}{behind}"
             more = "\n".join(self._ends_of_ranks())
         return _failed("exit", first, more, **self._exit_status())
 

@@ -192,4 +192,8 @@ def _number(text: str) -> int:
 
 
 def _described(text: str, shown: tuple[object, ...]) -> str:
-    return f"{text}({', '.join(map(str, shown))})" if shown else f"{text}()"
+    """Describe a call by its name, and by the type and shape of its first tensor."""
+    if not shown:
+        return f"{text}()"
+    dtype, *shape = shown
+    return f"{text}({str(dtype).removeprefix('torch.')}{shape})"

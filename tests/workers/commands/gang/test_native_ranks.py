@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.model.protocol.messages import Finished, Paused, Started
+from app.core.model.protocol.messages import Failed, Finished, Paused, Started
 from tests.workers.commands.gang.test_ranks import IMPORTS_S, RANKS, STEPS, parameters, train
 from tests.workers.commands.test_runner import ended
 
@@ -85,8 +85,26 @@ dist.all_reduce(torch.ones(4))
 def test_rank_that_does_not_come_is_named_until_it_comes(rig):
     rig.launch("t1", ["python", "-c", LATE], world_size=RANKS, budget_us=10**9, **NATIVE)
     behind = rig.until(lambda: rig.view("t1") and rig.view("t1").behind, timeout_s=IMPORTS_S)
-    assert behind.startswith("Ranks 0 and 2 wait in all_reduce(torch.float32, 4)"), behind
+    assert behind.startswith("Ranks 0 and 2 wait in all_reduce(float32[4])"), behind
     assert ", to which rank 1 has not come: rank 1 runs" in behind
     (rig.folder("t1") / "go on").touch()
     rig.event(Finished, "t1", timeout_s=IMPORTS_S)
     assert rig.views("t1")[-1].behind == ""
+
+
+EARLY = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1: sys.exit(0)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_rank_that_ends_early_is_named_where_gloo_ends_the_others(rig):
+    rig.launch("t1", ["python", "-c", EARLY], world_size=2, **{**NATIVE, "seats": [2]})
+    failed = rig.event(Failed, "t1", timeout_s=IMPORTS_S)
+    assert failed.message == (
+        "rank 0: It ended with exit status 1. Rank 0 waits in all_reduce(float32[4]), its call 3,"
+        " to which rank 1 has not come: rank 1 has ended."
+    )
