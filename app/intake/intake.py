@@ -41,6 +41,7 @@ from app.core.model.graphs import dependencies, entry_signature
 from app.core.model.graphs.entry_signature import Signature
 from app.core.model.launchers import find_launcher
 from app.core.model.protocol.messages import JSON
+from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
 from app.core.security.addresses import networks
@@ -275,18 +276,30 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
 
 
 def _notes(descriptor: Descriptor) -> list[str]:
-    """Return a sentence for each task that starts ranks by itself, which share one device."""
+    """Return a sentence for each task whose ranks could be faster: they share one device, as the
+    task starts them by itself, or have a GPU each and sum in host memory.
+    """
     launchers = {
         task.name: launcher
         for task in descriptor.tasks
         if task.run.kind == "command" and (launcher := find_launcher(task.run.argv))
     }
-    return [
+    alone = [
         f"{name}: the ranks that {launcher.name} starts share one device. So that each has one, and"
         f" the task can shrink and grow: {launcher.advice}"
         for name, launcher in launchers.items()
         if launcher.ranks != 1
     ]
+    apart = [
+        f"{task.name}: its ranks have a GPU each, and their sums go through host memory. With"
+        " collectives: native they use NCCL, at its speed and with its bits"
+        for task in descriptor.tasks
+        if task.run.kind == "command"
+        and task.world_size == task.devices.min > 1
+        and task.devices.kind == "cuda"
+        and task.collectives == EXACT
+    ]
+    return alone + apart
 
 
 def _type_faults(descriptor: Descriptor, preset_types: Sequence[str]) -> Iterator[Fault]:

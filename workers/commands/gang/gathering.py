@@ -19,6 +19,7 @@ from workers.ranks.native import call_counters
 from workers.ranks.shared_memory import GROUPS, Arena
 from workers.ranks.turns import RankState
 
+MOST_ORDERS = 2**31  # that a gang may get; more do not fit beside the futex of the gate
 _NOT_THERE = (RankState.NEW, RankState.DONE)
 
 
@@ -30,8 +31,14 @@ class Gathering:
         self.point = CommonPoint()
 
     def adopt(self) -> None:
-        """Take over ranks of an image, which stand where the order of another host brought them."""
-        self.point = CommonPoint(PointStage.dropped, self.words[call_counters.HOLD])
+        """Take over ranks of an image, which stand where the order of another host brought them.
+
+        Raises ValueError if their table has no such order: the ranks wrote it themselves.
+        """
+        number = self.words[call_counters.HOLD]
+        if not 0 < number <= MOST_ORDERS:
+            raise ValueError(f"their table has order {number}")
+        self.point = CommonPoint(PointStage.dropped, number)
 
     def has_come(self, now_s: float) -> bool:
         """Give the order if there is none; True once nothing further comes of it."""

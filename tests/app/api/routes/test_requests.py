@@ -190,6 +190,22 @@ def test_launcher_on_one_device_is_noted_with_the_ranks_to_ask_for(red):
     assert "--ranks 2 -- python train.py" in note
 
 
+@pytest.mark.parametrize("collectives", ["exact", "native"])
+def test_ranks_with_a_gpu_each_are_told_of_native_collectives(red, session, collectives):
+    facts = {"offers": ["native"]}
+    session.execute(update(Device).values(kind="cuda", facts=facts))
+    session.commit()
+    body = descriptor()
+    gang = {"world_size": 2, "devices": {"kind": "cuda", "min": 2}, "collectives": collectives}
+    body["tasks"] = [{"name": "a", "run": {"command": ["python", "train.py"]}, **gang}]
+    answer = red.post("/v1/requests:validate", json=body)
+    assert answer.status_code == 200, answer.text
+    told = "a: its ranks have a GPU each, and their sums go through host memory"
+    assert [note[: len(told)] for note in answer.json()["notes"]] == (
+        [told] if collectives == "exact" else []
+    )
+
+
 class TestLimitsOfUser:
     @pytest.fixture
     def bound(self, session):

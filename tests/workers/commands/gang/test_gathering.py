@@ -108,6 +108,13 @@ def test_no_order_is_given_where_nothing_is_stored(stub, ranks):
     assert ranks.words[of.HOLD] == 0
 
 
+@pytest.mark.parametrize("number", [0, -1, 2**63 - 1])
+def test_image_whose_table_has_no_order_is_refused(stub, ranks, number):
+    ranks.words[of.HOLD] = number
+    with pytest.raises(ValueError, match=f"their table has order {number}"):
+        ranks.gang.gathering.adopt()
+
+
 def test_ranks_of_an_image_stand_at_the_point_until_they_run(stub, ranks):
     ranks.words[of.HOLD] = ranks.words[of.DROP] = 7
     ranks.gang.gathering.adopt()
