@@ -122,6 +122,8 @@ class Settings(BaseSettings):
     datablock_quota_bytes: int = Field(256 * 2**30, ge=0)
     # most requests of a tenant that are kept from deletion; 0: no limit
     kept_requests_max: int = Field(1000, ge=0)
+    # most checkpoints of a tenant that are pinned; 0: no limit
+    pinned_checkpoints_max: int = Field(100, ge=0)
     web_session_s: float = 12 * 3600.0
     # most calls a minute of a key, and of all keys of a tenant; 0: no limit
     key_reads_per_min: int = Field(120_000, ge=0)

@@ -149,7 +149,9 @@ def _results(tasks: Iterable[JSON]) -> list[Text]:
 def _checkpoint_state(checkpoint: JSON) -> str:
     if checkpoint["damaged_at"]:
         return "damaged"
-    return "being deleted" if checkpoint["deleted_at"] else "kept"
+    if checkpoint["deleted_at"]:
+        return "being deleted"
+    return "pinned" if checkpoint.get("pinned_at") else "kept"
 
 
 def asked(verb: str, given: str, now: JSON) -> Text:
@@ -332,6 +334,8 @@ CHECKPOINTS = [
     Column("NEW", lambda c: size(c["new_bytes"]), right=True, wide=True),
     Column("HOST", lambda c: c["host"], wide=True),
 ]
+
+PINNED = [column for column in CHECKPOINTS if column.heading != "TASK"]
 
 DATABLOCKS = [
     Column("DATABLOCK", lambda b: f"{b['name']}@{b['version']}"),

@@ -28,7 +28,7 @@ from app.db import transactions
 from app.db.models import Lot, Request, RequestEvent, Task, Tenant
 from app.db.transactions import after_commit
 from app.errors import BadInput, Conflict, Forbidden, QuotaExceeded
-from app.intake import request_needs
+from app.intake import pins, request_needs
 from app.messaging import outbox
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
@@ -131,6 +131,11 @@ def delete_request(session: Session, request: Request, *, by: str) -> None:
         raise Conflict(
             "the request is to be kept. Release it first: PATCH /v1/requests/"
             f'{request.id} with {{"keep": false}}'
+        )
+    if (pinned := pins.pinned_of(session, request.id)) is not None:
+        raise Conflict(
+            f"its checkpoint {pinned.id} is pinned. Unpin it first: POST "
+            f"/v1/checkpoints/{pinned.id}/unpin"
         )
     if (other := request_needs.dependant_of(session, request.id)) is not None:
         raise Conflict(

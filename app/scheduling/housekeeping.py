@@ -10,6 +10,7 @@ from datetime import timedelta
 from sqlalchemy import (
     ARRAY,
     Text,
+    and_,
     cast,
     column,
     delete,
@@ -128,7 +129,7 @@ def _widen(session: Session, width: timedelta, kept: timedelta) -> None:
 
 def prune_checkpoints(session: Session) -> None:
     """Mark checkpoints for deletion: those above a task's `checkpoint.keep`, and all those of tasks
-    that ended long ago, unless the request is kept.
+    that ended long ago, unless the request is kept. A pinned checkpoint stays, and does not count.
 
     The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
     task has no other beginning. Only a new checkpoint can make others surplus, so only tasks with
@@ -140,10 +141,10 @@ def prune_checkpoints(session: Session) -> None:
         partition_by=Checkpoint.task_id,
         order_by=(Checkpoint.step.desc(), Checkpoint.created_at.desc()),
     )
-    good = Checkpoint.damaged_at.is_(None)
+    good, is_free = Checkpoint.damaged_at.is_(None), Checkpoint.pinned_at.is_(None)
     ranked = (
         select(Checkpoint.id, age.label("age"), Checkpoint.task_id)
-        .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0)
+        .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0, is_free)
         .where(Checkpoint.task_id.in_(with_new))
         .subquery()
     )
@@ -158,8 +159,7 @@ def prune_checkpoints(session: Session) -> None:
         .where(Task.state.in_(ENDED), ~Request.keep, is_over(Task.ended_at, kept_days))
     )
     of_no_use = or_(
-        Checkpoint.id.in_(surplus),
-        Checkpoint.id.in_(left_over),
+        and_(is_free, or_(Checkpoint.id.in_(surplus), Checkpoint.id.in_(left_over))),
         Checkpoint.damaged_at < func.now() - DAMAGED_CHECKPOINTS_KEPT,
     )
     marked = update(Checkpoint).where(Checkpoint.deleted_at.is_(None), of_no_use)

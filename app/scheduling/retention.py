@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, TextClause, and_, false, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.core.model.lifecycle import ENDED
-from app.db.models import Placement, Request, RequestNeed, Task
+from app.db.models import Checkpoint, Placement, Request, RequestNeed, Task
 from app.db.transactions import now
 from app.scheduling.archive import Archive
 from app.settings import settings
@@ -195,7 +195,17 @@ def _is_asked() -> ColumnElement[bool]:
 
 
 def _is_old() -> ColumnElement[bool]:
-    return and_(~Request.keep, is_over(Request.ended_at, settings().requests_kept_days))
+    is_free = and_(~Request.keep, ~_has_pinned())
+    return and_(is_over(Request.ended_at, settings().requests_kept_days), is_free)
+
+
+def _has_pinned() -> ColumnElement[bool]:
+    """Return the condition that a checkpoint of the request is pinned."""
+    mine = (Task.request_id == Request.id, Checkpoint.pinned_at.is_not(None))
+    found: ColumnElement[bool] = (
+        select(Checkpoint.id).join(Task, Task.id == Checkpoint.task_id).where(*mine).exists()
+    )
+    return found
 
 
 def _has_ended() -> ColumnElement[bool]:

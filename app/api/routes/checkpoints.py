@@ -1,4 +1,4 @@
-"""Checkpoints: lists the tensors in a checkpoint, and exports them as a safetensors file."""
+"""Checkpoints: lists the tensors in a checkpoint, exports them as a safetensors file, pins it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Authed, Caller
-from app.api.access.visibility import visible
+from app.api.access.visibility import task_to_act_on, visible
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import Page
@@ -20,6 +20,7 @@ from app.db.models import Checkpoint
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict, Gone, Unavailable
 from app.identity import audit
+from app.intake import pins
 from app.settings import settings
 from app.storage.store import Damaged, Store
 from app.storage.tensor_export import Export, Unsayable
@@ -95,6 +96,41 @@ def export_checkpoint(
     return StreamingResponse(
         export.pieces(), media_type="application/octet-stream", headers=headers
     )
+
+
+@router.post(
+    "/checkpoints/{id}/pin",
+    response_model=CheckpointOut,
+    summary="Pin a checkpoint",
+    responses=declared(403, 409),
+)
+def pin_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
+    """Keeps the checkpoint, and its request, whatever their age, until it is unpinned.
+
+    It does not count among the task's `checkpoint.keep`. A tenant pins a bounded number.
+    """
+    checkpoint = _to_act_on(session, caller, id)
+    pins.pin_checkpoint(session, checkpoint, by=caller.user_name)
+    return checkpoint
+
+
+@router.post(
+    "/checkpoints/{id}/unpin",
+    response_model=CheckpointOut,
+    summary="Unpin a checkpoint",
+    responses=declared(403, 409),
+)
+def unpin_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
+    """Lets the checkpoint go: its age counts again."""
+    checkpoint = _to_act_on(session, caller, id)
+    pins.unpin_checkpoint(session, checkpoint, by=caller.user_name)
+    return checkpoint
+
+
+def _to_act_on(session: Session, caller: Caller, id: str) -> Checkpoint:
+    checkpoint = visible(session, caller, Checkpoint, id)
+    task_to_act_on(session, caller, checkpoint.task_id)
+    return checkpoint
 
 
 def _visible(session: Session, caller: Caller, id: str) -> Checkpoint:

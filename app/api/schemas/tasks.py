@@ -468,6 +468,7 @@ class CheckpointOut(Out):
         created_at=EXAMPLE_AT,
         damaged_at=None,
         deleted_at=None,
+        pinned_at=None,
     )
     id: str
     epoch: int
@@ -485,6 +486,7 @@ class CheckpointOut(Out):
     created_at: datetime
     damaged_at: datetime | None
     deleted_at: datetime | None
+    pinned_at: datetime | None = Field(description="If set, it is not deleted for its age.")
 
 
 class PlacementOut(Out):

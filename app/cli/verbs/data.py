@@ -151,6 +151,33 @@ def export(
     err().print(f"{file}: {size} bytes")
 
 
+_Checkpoints = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME|CHECKPOINT", help="a task (its newest checkpoint), or a checkpoint id ckp_..."
+    ),
+]
+
+
+@app.command(rich_help_panel=WORK)
+def pin(ctx: typer.Context, checkpoints: _Checkpoints, output: Format = Output.table) -> None:
+    """Keep checkpoints, and their requests, however old they are."""
+    _pin(ctx, "pin", checkpoints, output)
+
+
+@app.command(rich_help_panel=WORK)
+def unpin(ctx: typer.Context, checkpoints: _Checkpoints, output: Format = Output.table) -> None:
+    """Let pinned checkpoints go: their age counts again."""
+    _pin(ctx, "unpin", checkpoints, output)
+
+
+def _pin(ctx: typer.Context, verb: str, given: list[str], output: Output) -> None:
+    with root_command.connect(ctx) as client:
+        ids = [one if one.startswith("ckp_") else _newest(client, one) for one in given]
+        found = [client.post(f"/v1/checkpoints/{id}/{verb}") for id in ids]
+    show(found, output, lambda: table(found, wording.PINNED, empty=""))
+
+
 def _newest(client: Client, given: str) -> str:
     """Return the newest checkpoint, if only one of the tasks has any; raises ApiProblem
     otherwise.

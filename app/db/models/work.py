@@ -575,7 +575,8 @@ class Checkpoint(Base):
 
     `host` wrote it and signed it with the private key that belongs to `key`.  The store grew by
     `new_bytes`.  A task that began from another task's checkpoint has that checkpoint as its first.
-    Housekeeping deletes the row some minutes after `deleted_at`.
+    Housekeeping deletes the row some minutes after `deleted_at`; a pinned one is not marked for its
+    age.
     """
 
     __tablename__ = "checkpoints"
@@ -597,7 +598,16 @@ class Checkpoint(Base):
     created_at: Mapped[datetime] = now_column()
     damaged_at: Mapped[datetime | None]
     deleted_at: Mapped[datetime | None]
-    __table_args__ = (UniqueConstraint("task_id", "step", "sha256"),)
+    pinned_at: Mapped[datetime | None]
+    __table_args__ = (
+        UniqueConstraint("task_id", "step", "sha256"),
+        Index(
+            "ix_checkpoints_pinned",
+            "tenant_id",
+            "task_id",
+            postgresql_where=text("pinned_at is not null"),
+        ),
+    )
 
 
 class Idempotency(Base):

@@ -409,6 +409,7 @@ class KeptCheckpoint:
     size_bytes: int
     created_at: datetime
     damaged: bool
+    pinned: bool
     of_command: bool  # holds files of its working folder, and no tensors
 
 
@@ -433,6 +434,7 @@ def checkpoints(
             size_bytes=row.size_bytes,
             created_at=row.created_at,
             damaged=row.damaged_at is not None,
+            pinned=row.pinned_at is not None,
             of_command=of_command,
         )
         for row, name, of_command in session.execute(query)

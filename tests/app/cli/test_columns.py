@@ -94,6 +94,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
     "TASKS": (["GET /tasks", "GET /tasks/{id}"], {}),
     "MEMBERS": (["GET /tasks"], {}),
     "CHECKPOINTS": (["GET /tasks/{id}/checkpoints"], {"task": "a"}),
+    "PINNED": (["POST /checkpoints/{id}/pin", "POST /checkpoints/{id}/unpin"], {}),
     "DATABLOCKS": (["GET /datablocks"], {}),
     "PLACEMENTS": (["GET /tasks/{id}/placements"], {}),
     "DEVICES": (["GET /devices", "GET /devices/{id}"], {"task": "a"}),

@@ -1472,6 +1472,14 @@ class TestCheckpoints:
             # Elements 8 and 11 of two bytes each, the low one first.
             assert file.get_tensor("tail").tolist() == [16 + 17 * 256, 22 + 23 * 256]
 
+    def test_newest_checkpoint_of_a_task_is_pinned_until_it_is_unpinned(self, run, saved):
+        task_id, id = saved
+        for verb, state in (("pin", "pinned"), ("unpin", "kept")):
+            done = run(verb, task_id)
+            assert done.exit_code == 0, done.output
+            assert (id in done.stdout, state in done.stdout) == (True, True)
+            assert state in run("checkpoints", task_id).stdout
+
     def test_one_tensor_is_exported_by_name_and_an_unknown_one_refused(self, run, saved, tmp_path):
         _, id = saved
         assert run("export", id, "one.safetensors", "--name", "tail").exit_code == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi.testclient import TestClient
 from jinja2 import UndefinedError
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.exc import OperationalError
 
 from app.api.access import auth
@@ -103,10 +103,11 @@ def test_page_of_a_request_says_what_its_tasks_run_and_with_which_variables(
         _, cookie = auth.sign_in(its, world.keys["red.member"])
         task = its.scalars(select(Task)).one()
         of_task = {"task_id": task.id, "tenant_id": task.tenant_id}
-        sizes = {"sha256": "0" * 64, "size_bytes": 1, "took_us": 1}
+        sizes = {"sha256": "0" * 64, "size_bytes": 1, "took_us": 1, "pinned_at": func.now()}
         its.add(Checkpoint(id="ckp_" + "7" * 32, epoch=1, step=1, **of_task, **sizes))
     page = TestClient(app, cookies={auth.COOKIE: cookie}).get(f"/ui/requests/{made['id']}").text
     assert "ckp_777" in page
+    assert ", pinned</div>" in page
     assert "/safetensors" not in page, "a command's checkpoint has no tensors to download"
     assert "<code>python train.py --name &#39;two words&#39;</code>" in page
     assert "<code>EPOCHS</code></dt><dd><code>3</code>" in page

@@ -115,6 +115,22 @@ class TestPruneCheckpoints:
         housekeeping.prune_checkpoints(session)
         assert left(session) == []
 
+    def test_pinned_checkpoint_stays_and_does_not_count(self, session, task):
+        for step in (10, 20, 30, 40):
+            checkpoint(session, task, step, f"sha-{step}")
+        session.get_one(Checkpoint, "ckp_10").pinned_at = func.now()
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10, 30, 40]
+        task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
+        made_before(session, timedelta(days=3))
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10]
+        session.get_one(Checkpoint, "ckp_10").damaged_at = func.now() - timedelta(days=2)
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == []
+
 
 class TestForgetCheckpoints:
     def test_a_forgotten_manifest_is_condemned_and_the_kept_ones_stay(self, session, task):

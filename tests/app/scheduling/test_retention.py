@@ -226,6 +226,21 @@ class TestDeleteSome:
         _delete_all(session)
         assert _there(session) is not goes
 
+    def test_request_with_a_pinned_checkpoint_stays(self, session, world):
+        documented.documented(session)
+        _ends(session, ID, days=11)
+        session.execute(update(Request).values(keep=False))
+        mine = select(Task.id).where(Task.request_id == ID)
+        pinned = update(Checkpoint).where(Checkpoint.task_id.in_(mine))
+        assert session.execute(pinned.values(pinned_at=func.now())).rowcount
+        session.commit()
+        _delete_all(session)
+        assert _there(session)
+        session.execute(update(Checkpoint).values(pinned_at=None))
+        session.commit()
+        _delete_all(session)
+        assert not _there(session)
+
     def test_without_a_setting_only_the_deleted_go(self, session, request_with_all, monkeypatch):
         monkeypatch.setenv("ROUNDHOUSE_REQUESTS_KEPT_DAYS", "0")
         settings.cache_clear()

@@ -72,6 +72,7 @@ HARMLESS = {
     "state", "phase", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
     "tenant_wide", "latest", "sort", "range", "if-range", "if-none-match", "content-range", "grep",
     "keep",
+    "path",  # within the working folder of the task before it
 }  # fmt: skip
 #: parts of a path that only have a meaning below the thing before them
 WITHIN = {

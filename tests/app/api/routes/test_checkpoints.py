@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
-from sqlalchemy import select
+from sqlalchemy import func, select, update
 
 from app.core.model.checkpoints.manifest import About
 from app.core.model.protocol.messages import CheckpointRef
-from app.db.models import Checkpoint, Device, Task
+from app.db.models import Checkpoint, Device, Request, RequestEvent, Task
 from app.scheduling import launch_order
 from app.settings import settings
 from app.storage.signing import Signer
@@ -169,6 +169,53 @@ class TestExport:
         session.commit()
         told = problem(red.get(f"/v1/checkpoints/{saved.id}/tensors"), 410, "gone")
         assert "not signed by" in told["detail"]
+
+
+class TestPins:
+    def test_pinned_checkpoint_says_so_until_it_is_unpinned(self, session, red, task, saved):
+        for _ in range(2):  # asking again changes nothing
+            answer = red.post(f"/v1/checkpoints/{saved.id}/pin")
+            assert answer.status_code == 200, answer.text
+        [listed] = red.get(f"/v1/tasks/{task.id}/checkpoints").json()["items"]
+        assert listed["pinned_at"] == answer.json()["pinned_at"] is not None
+        assert red.post(f"/v1/checkpoints/{saved.id}/unpin").json()["pinned_at"] is None
+        query = select(RequestEvent.type).where(RequestEvent.type.startswith("checkpoint."))
+        told = session.scalars(query.order_by(RequestEvent.id)).all()
+        assert told == ["checkpoint.pinned", "checkpoint.unpinned"]
+
+    @pytest.mark.parametrize("column", ["deleted_at", "damaged_at"])
+    def test_checkpoint_that_is_of_no_use_is_not_pinned(self, session, red, saved, column):
+        setattr(saved, column, func.now())
+        session.commit()
+        told = problem(red.post(f"/v1/checkpoints/{saved.id}/pin"), 409, "conflict-state")
+        assert "cannot be pinned" in told["detail"]
+
+    def test_tenant_pins_a_bounded_number(self, session, red, saved, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_PINNED_CHECKPOINTS_MAX", "1")
+        settings.cache_clear()
+        about = {"epoch": 1, "size_bytes": 1, "took_us": 1, "pinned_at": func.now()}
+        owner = {"task_id": saved.task_id, "tenant_id": saved.tenant_id}
+        session.add(Checkpoint(id="ckp_other", step=1, sha256="x", **about, **owner))
+        session.commit()
+        told = problem(red.post(f"/v1/checkpoints/{saved.id}/pin"), 409, "quota-exceeded")
+        assert "has 1 pinned checkpoint of at most 1" in told["detail"]
+        session.execute(update(Checkpoint).values(pinned_at=None))
+        session.commit()
+        assert red.post(f"/v1/checkpoints/{saved.id}/pin").status_code == 200
+
+    def test_others_may_not_pin(self, as_, saved):
+        assert as_("blue.member").post(f"/v1/checkpoints/{saved.id}/pin").status_code == 404
+        assert as_("red.viewer").post(f"/v1/checkpoints/{saved.id}/pin").status_code == 403
+
+    def test_request_with_a_pinned_checkpoint_is_not_deleted(self, session, red, task, saved):
+        red.post(f"/v1/checkpoints/{saved.id}/pin")
+        task.state = "done"
+        session.get_one(Request, task.request_id).state = "done"
+        session.commit()
+        told = problem(red.delete(f"/v1/requests/{task.request_id}"), 409, "conflict-state")
+        assert told["detail"].startswith(f"its checkpoint {saved.id} is pinned. Unpin it first")
+        red.post(f"/v1/checkpoints/{saved.id}/unpin")
+        assert red.delete(f"/v1/requests/{task.request_id}").status_code == 202
 
 
 @given(st.data())
