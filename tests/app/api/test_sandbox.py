@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from app.core.model.protocol.messages import Alive
+from app.core.model.protocol.protocol_version import PROTOCOL
 from app.core.security.sandbox_layers import LAYERS, Sandbox, summary, warning
 from app.db.models import Device
 from app.scheduling import journal
@@ -17,7 +18,7 @@ SOME = ["limits", "capabilities", "privileges", "syscalls"]
 def _hear(session, device="h.0", **facts):
     told = {
         "host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 1,
-        "sandbox": ALL, "sandbox_mode": "required", **facts,
+        "sandbox": ALL, "sandbox_mode": "required", "protocol": PROTOCOL, **facts,
     }  # fmt: skip
     alive = Alive(
         device=device, incarnation="1", sent_us=1, facts=told, residents=[], events=[], logs=[]
