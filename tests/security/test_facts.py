@@ -72,7 +72,7 @@ def test_only_listed_facts_of_a_device_are_shown(as_, told):
             "sandbox": ["files", "network"], "torch": "2.13.0", "capabilities": ["overlap"],
             "splice": True, "host_memory_bytes": 7, "held_bytes": {"device": 103, "host": 24},
             "model": None, "uuid": None, "compute_capability": None, "rack": None, "location": [],
-            "labels": [], "offers": [], "gives": {},
+            "labels": [], "offers": [], "gives": {}, "protocol": None,
         }  # fmt: skip
 
 

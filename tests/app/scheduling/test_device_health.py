@@ -16,6 +16,7 @@ from app.core.device.health_cordons import Fitness
 from app.core.device.health_findings import HealthLimits, HealthWatch
 from app.core.device.health_readings import Reading
 from app.core.model.protocol.messages import Alive, Failed, Finished, Paused, ResidentView
+from app.core.model.protocol.protocol_version import PROTOCOL
 from app.db import transactions
 from app.db.models import AuditEvent, Device, RequestEvent
 from app.scheduling import journal
@@ -48,7 +49,7 @@ class WatchedDevice:
             device=self.row.id,
             incarnation="p1",
             sent_us=next(clock_us),
-            facts={"host": "host", "island": "isle", "kind": "cpu"},
+            facts={"host": "host", "island": "isle", "kind": "cpu", "protocol": PROTOCOL},
             residents=list(residents),
             events=list(events),
             logs=[],
