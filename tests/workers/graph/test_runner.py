@@ -61,17 +61,9 @@ def context(kind: str = "cpu") -> Context:
 
 
 def ran(graph_: Any, kind: str = "cpu", **inputs: Any) -> Any:
-    """Return the result of the graph, computed here by one thread, as a resident computes it.
-
-    On some processors a product of matrices has other bits with two threads.
-    """
-    job, ctx, threads = loaded(graph_, kind).begin(inputs), context(kind), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        while ctx.result is None:
-            job.step(ctx)
-    finally:
-        torch.set_num_threads(threads)
+    job, ctx = loaded(graph_, kind).begin(inputs), context(kind)
+    while ctx.result is None:
+        job.step(ctx)
     return ctx.result
 
 
