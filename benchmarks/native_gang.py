@@ -18,10 +18,7 @@ of stock gloo.
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +27,7 @@ from typing import Any
 from benchmarks import Target, quick, report
 from benchmarks.command_migration import MB, STEPS, Run, moved, working_prefix
 from benchmarks.splice import Pair, WarmProcess
+from tests.workers.stock_gloo import output_of_ranks
 
 JSON = dict[str, Any]
 
@@ -149,38 +147,12 @@ def measure_move() -> JSON:
         tempfile.TemporaryDirectory(prefix="gang-") as folder,
         working_prefix(Path(folder)) as criu,
     ):
+        expected = output_of_ranks(ARGV[1:], RANKS, Path(folder))[-1]
         run = Run(ARGV, world_size=RANKS, collectives="native", seats=[RANKS])
-        row = moved(Path(folder) / "move", run, criu, _by_gloo())
+        row = moved(Path(folder) / "move", run, criu, expected)
     return {
         name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()
     }
-
-
-def _by_gloo() -> str:
-    """Return the last line of the same program where stock gloo runs it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *ARGV[1:]],
-            stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in range(RANKS)
-    ]
-    said, _ = ranks[0].communicate()
-    for rank in ranks:
-        rank.wait()
-    return str(said.splitlines()[-1])
 
 
 def _rows(stories: list[JSON]) -> list[Any]:

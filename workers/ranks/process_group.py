@@ -40,11 +40,11 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, Work
-from torch.distributed import ReduceOp, distributed_c10d
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed import ReduceOp
 
 from workers.hardware.accelerator import device_types
 from workers.ranks.kv_store import Change, Keys
+from workers.ranks.own_group import OwnGroup, replace_functions, untraced
 from workers.ranks.rendezvous import EVERYBODY, FOLDS, NOBODY, CallView, Group, Rendezvous
 from workers.ranks.shared_memory import uses
 from workers.ranks.turns import Spared, Turns, Wait
@@ -182,30 +182,15 @@ def _in_words(ticket: CallView, timeout_s: float) -> None:
 # --- the process group ----------------------------------------------------------------------------
 
 
-def untraced(cls: type) -> type:
-    """Class decorator that keeps compilers out of a group's methods.
-
-    A compiled graph ends before each call of a method.
-    """
-    for name, member in list(vars(cls).items()):
-        if callable(member) and not name.startswith("__"):
-            setattr(cls, name, torch._dynamo.disable(member))
-    return cls
-
-
 @untraced
-class SpliceGroup(dist.ProcessGroup):
+class SpliceGroup(OwnGroup):
     """A `torch.distributed` group. Each method is a collective as c10d calls it."""
 
+    backend = BACKEND
+
     def __init__(self, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        super().__init__(options)
         self.exchange = _here
-        self.me: int = options.group_rank
-        self.ranks: list[int] = list(options.global_ranks_in_group)
-        if not self.ranks:
-            self.ranks = list(range(options.group_size))
-        self.title: str = options.group_id
-        self.purpose: str = self.title
         self.group = self.exchange.open(f"c10d.{self.title}", self.ranks)
         self.timeout_s = options.timeout.total_seconds()
         self.under_way: deque[Pending] = deque()
@@ -553,41 +538,7 @@ class SpliceGroup(dist.ProcessGroup):
 
         return Pending(self, [t for c in calls for t in c.tickets], finish, None, self.timeout_s)
 
-    # --- queries of c10d ---
-
-    def rank(self) -> int:
-        return self.me
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-    getRank, getSize = rank, size  # names that C++ calls
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    def name(self) -> str:
-        return BACKEND
-
-    @property
-    def group_name(self) -> GroupName:
-        return GroupName(self.title)
-
-    @property
-    def group_desc(self) -> str:
-        return self.purpose
-
-    def _set_group_name(self, name: str) -> None:
-        self.title = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self.purpose = text
-
-    def getGroupName(self) -> str:
-        return self.title
-
-    def getGroupDesc(self) -> str:
-        return self.purpose
+    # --- deadlines and the end ---
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout_s = timeout.total_seconds()
@@ -827,14 +778,7 @@ def install(exchange: Rendezvous) -> None:
             BACKEND, _make_group, extended_api=True, devices=device_types()
         )
     _sleep_without_a_seat(exchange.turns)
-    for name, own in (
-        ("monitored_barrier", _monitored_barrier),
-        ("new_group", _new_group),
-        ("init_process_group", _init_process_group),
-    ):
-        stock = getattr(distributed_c10d, name)
-        for module in (dist, distributed_c10d):
-            setattr(module, name, own(stock))
+    replace_functions(_new_group)
 
 
 def start(turns: Turns, timeout_s: float) -> None:
@@ -856,21 +800,6 @@ def _make_group(options: Any, _: Any) -> SpliceGroup:
     return SpliceGroup(options)
 
 
-def _monitored_barrier(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `monitored_barrier`: the stock function requires gloo."""
-
-    @wraps(stock)
-    def monitored_barrier(
-        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
-    ) -> Any:
-        own = group if group is not None else distributed_c10d._get_default_group()
-        if isinstance(own, SpliceGroup):
-            return own.monitored_barrier(timeout, wait_all_ranks)
-        return stock(group, timeout, wait_all_ranks)
-
-    return monitored_barrier
-
-
 def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `new_group` so that it uses `splice`: gloo or NCCL would block while holding the
     slot.
@@ -882,20 +811,6 @@ def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(ranks, timeout, BACKEND, **more)
 
     return new_group
-
-
-def _init_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `init_process_group` so that the existing default group stays.
-
-    Code for torchrun calls it again.
-    """
-
-    @wraps(stock)
-    def init_process_group(*arguments: Any, **named: Any) -> None:
-        if not dist.is_initialized():
-            stock(*arguments, **named)
-
-    return init_process_group
 
 
 def _sleep_without_a_seat(turns: Turns) -> None:

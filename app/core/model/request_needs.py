@@ -20,7 +20,7 @@ FAIL, HOLD, RUN = OTHERWISE = ("fail", "hold", "run")
 
 
 class NeedOutcome(StrEnum):
-    """What was decided about one need; `fail`, `hold` and `run` are what its `otherwise` says."""
+    """Lists what may be decided about a need: `fail`, `hold` and `run` are its `otherwise`."""
 
     waits = ""
     met = "met"
@@ -31,7 +31,7 @@ class NeedOutcome(StrEnum):
 
 
 class RequestStanding(StrEnum):
-    """How a task stands to the requests that it comes after, over all its needs."""
+    """Lists how a task may stand to the requests that it comes after, over all its needs."""
 
     free = ""
     waits = "waits"

@@ -423,7 +423,7 @@ class Need(Base):
 
 
 class RequestNeed(Base):
-    """What the task `task_id` awaits of another request (`core.model.request_needs`).
+    """Says what the task `task_id` awaits of another request (`core.model.request_needs`).
 
     The needed request is kept until the task has ended; afterwards it may be deleted, so there is
     no foreign key.

@@ -21,11 +21,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Work
-from torch.distributed.distributed_c10d import GroupName
 
-from workers.ranks.process_group import untraced
+from workers.ranks.own_group import OwnGroup, untraced
 
 if TYPE_CHECKING:
     from workers.ranks.native.rank import NativeRank
@@ -146,17 +144,14 @@ def _future_of(inner: Any) -> torch.futures.Future[Any] | None:
 
 
 @untraced
-class NativeGroup(dist.ProcessGroup):
+class NativeGroup(OwnGroup):
     """A `torch.distributed` group over one of torch's own, `inner`, which may be away."""
 
+    backend = BACKEND
+
     def __init__(self, owner: NativeRank, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        self.owner, self.me = owner, int(options.group_rank)
-        self.ranks: list[int] = list(options.global_ranks_in_group)
-        if not self.ranks:
-            self.ranks = list(range(options.group_size))
-        self.title: str = options.group_id
-        self.purpose: str = self.title
+        super().__init__(options)
+        self.owner = owner
         self.key, self.index = owner.open(self.title, self.ranks)
         # (source, destination, tag) of messages -> index, and number of members
         self.channels: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -240,42 +235,7 @@ class NativeGroup(dist.ProcessGroup):
         with self.owner.counters.call(self.index, "monitored_barrier"):
             self.inner.monitored_barrier(wait_all_ranks=wait_all_ranks, **more)
 
-    # --- queries of c10d ---
-
-    def rank(self) -> int:
-        return self.me
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-    getRank, getSize = rank, size  # names that C++ calls
-
-    def getBackendName(self) -> str:
-        """Return a name that only C++ asks for: DDP's logger looks into a group called "gloo"."""
-        return BACKEND
-
-    def name(self) -> str:
-        return BACKEND
-
-    @property
-    def group_name(self) -> GroupName:
-        return GroupName(self.title)
-
-    @property
-    def group_desc(self) -> str:
-        return self.purpose
-
-    def _set_group_name(self, name: str) -> None:
-        self.title = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self.purpose = text
-
-    def getGroupName(self) -> str:
-        return self.title
-
-    def getGroupDesc(self) -> str:
-        return self.purpose
+    # --- deadlines and the end ---
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignore a deadline: clocks go on while the processes are frozen."""

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from workers.hardware.accelerator import device_types
 from workers.ranks.native.call_counters import BUILT, DROP, DROPPED, HOLD, CallCounters
 from workers.ranks.native.group import BACKEND, NativeGroup, NativeWork
+from workers.ranks.own_group import replace_functions
 from workers.ranks.process_group import SharedStore
 from workers.ranks.rendezvous import Rendezvous
 from workers.ranks.shared_memory import Arena, Handles
@@ -263,14 +264,7 @@ def install(rank: NativeRank) -> None:
         dist.Backend.register_backend(
             BACKEND, partial(_make_group, rank), extended_api=True, devices=device_types()
         )
-    for name, own in (
-        ("monitored_barrier", _monitored_barrier),
-        ("new_group", partial(_new_group, rank)),
-        ("init_process_group", _init_process_group),
-    ):
-        stock = getattr(distributed_c10d, name)
-        for module in (dist, distributed_c10d):
-            setattr(module, name, own(stock))
+    replace_functions(partial(_new_group, rank))
 
 
 def _make_group(rank: NativeRank, options: Any, _: Any) -> NativeGroup:
@@ -287,21 +281,6 @@ def _tell_own_name(rank: NativeRank, group: Any) -> None:
         )
 
 
-def _monitored_barrier(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `monitored_barrier`: the stock function asks for gloo's own class."""
-
-    @wraps(stock)
-    def monitored_barrier(
-        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
-    ) -> Any:
-        own = group if group is not None else distributed_c10d._get_default_group()
-        if isinstance(own, NativeGroup):
-            return own.monitored_barrier(timeout, wait_all_ranks)
-        return stock(group, timeout, wait_all_ranks)
-
-    return monitored_barrier
-
-
 def _new_group(rank: NativeRank, stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `new_group`: a group of torch's own could not be let go of."""
 
@@ -313,14 +292,3 @@ def _new_group(rank: NativeRank, stock: Callable[..., Any]) -> Callable[..., Any
         return group
 
     return new_group
-
-
-def _init_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `init_process_group` so that the existing default group stays."""
-
-    @wraps(stock)
-    def init_process_group(*arguments: Any, **named: Any) -> None:
-        if not dist.is_initialized():
-            stock(*arguments, **named)
-
-    return init_process_group

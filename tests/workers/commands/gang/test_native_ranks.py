@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 from app.core.model.protocol.messages import Failed, Finished, Paused, Started
 from tests.workers.commands.gang.test_ranks import IMPORTS_S, RANKS, STEPS, parameters, train
 from tests.workers.commands.test_runner import ended
+from tests.workers.stock_gloo import output_of_ranks
 
 pytestmark = pytest.mark.long
 
@@ -27,28 +25,8 @@ NATIVE = {"collectives": "native", "seats": [RANKS]}
 def by_gloo(tmp_path_factory):
     """The parameters of the same script where torchrun's variables start it, with stock gloo."""
     folder = tmp_path_factory.mktemp("gloo")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, BUNDLE / "ddp.py", "--steps", str(STEPS)],
-            cwd=folder,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "ROUNDHOUSE_RESTARTS": "0",
-                "ROUNDHOUSE_METRICS": os.devnull,
-            },
-        )
-        for rank in range(RANKS)
-    ]
-    for rank in ranks:  # stock gloo may abort after its group is destroyed, when all is done
-        rank.wait(IMPORTS_S)
+    script = [str(BUNDLE / "ddp.py"), "--steps", str(STEPS)]
+    output_of_ranks(script, RANKS, folder, ROUNDHOUSE_RESTARTS="0", ROUNDHOUSE_METRICS=os.devnull)
     return (folder / "result.txt").read_text()
 
 
