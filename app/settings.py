@@ -118,7 +118,7 @@ class Settings(BaseSettings):
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
     datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # per datablock
-    # per tenant, all datablocks together; 0: no limit
+    # per tenant, all datablocks together, and pinned and best checkpoints; 0: no limit
     datablock_quota_bytes: int = Field(256 * 2**30, ge=0)
     # most requests of a tenant that are kept from deletion; 0: no limit
     kept_requests_max: int = Field(1000, ge=0)

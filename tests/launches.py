@@ -10,7 +10,8 @@ from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.protocol.messages import CheckpointRef, Launch
 
 IN_THE_DESCRIPTOR = (
-    "run", "params", "outputs", "publish", "world_size", "checkpoint_every_s", "memory_bytes",
+    "run", "params", "outputs", "publish", "world_size", "checkpoint_every_s", "best",
+    "memory_bytes",
 )  # fmt: skip
 # a Launch has `secrets` of its own, beside those of the descriptor
 LATER = (
@@ -29,7 +30,7 @@ def spec_of(run: dict[str, Any], **more: Any) -> TaskDescriptor:
             "name": "task",
             "run": run,
             "publish": published,
-            "checkpoint": {"every_s": more.get("checkpoint_every_s")},
+            "checkpoint": {"every_s": more.get("checkpoint_every_s"), "best": more.get("best")},
             "devices": {"memory_bytes": more.get("memory_bytes")},
             **{name: more.get(name) for name in ("params", "outputs", "world_size")},
             **later,

@@ -17,6 +17,7 @@ from app.core.model.failure_causes import MOST_PATTERN, OF_RULES
 from app.core.model.fields import parser_of
 from app.core.model.provisions.after_requests import MOST_REQUESTS
 from app.core.model.provisions.artifacts import MOST_PATHS, USUAL_FOLDERS
+from app.core.model.provisions.best_rule import MOST_BEST
 from app.core.model.provisions.lot_values import (
     MOST_COMBINATIONS,
     MOST_KEYS,
@@ -125,6 +126,19 @@ def _whole(description: str, default: int | None) -> dict[str, Any]:
     said: dict[str, Any] = {"type": "integer", "description": description}
     return said if default is None else {**said, "default": default}
 
+
+_METRIC: dict[str, Any] = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": 100,
+    "description": "name of a metric that the task reports",
+}
+_GOAL: dict[str, Any] = {
+    "type": "string",
+    "enum": [*GOALS],
+    "default": GOALS[0],
+    "description": "which values are better: low or high ones",
+}
 
 #: The forms of a key's values in a matrix or a search.
 _VALUES: list[dict[str, Any]] = [
@@ -439,7 +453,23 @@ _TASK = _object(
                     "description": "seconds between checkpoints. A command stands still for"
                     " them at most one fiftieth of its time",
                 },
-                "keep": _whole("number of checkpoints that are kept", 3),
+                "keep": _whole("number of the newest checkpoints that are kept", 3),
+                "best": {
+                    **_object(
+                        {
+                            "metric": _METRIC,
+                            "goal": _GOAL,
+                            "keep": {
+                                **_whole("number of the best checkpoints that are kept", 1),
+                                "minimum": 1,
+                                "maximum": MOST_BEST,
+                            },
+                        },
+                        ["metric"],
+                    ),
+                    "description": "keeps the best checkpoints of a job beside the newest, by the"
+                    " metric at their step or last before it. They are not deleted for their age",
+                },
             }
         ),
         "retry": {
@@ -483,7 +513,9 @@ _TASK = _object(
         "from_checkpoint": {
             "type": "string",
             "description": "id of a checkpoint of the same job and of your tenant, from which this"
-            " task continues; `params` are those of the checkpoint, and may be left out. A command"
+            " task continues, or `NAME@best`: the best that the newest request of this name has at"
+            " the submission, over all members of a lot (`NAME/TASK@best`: of one of its tasks)."
+            " `params` are those of the checkpoint, and may be left out. A command"
             " begins in the working folder of another command's checkpoint, with any `world_size`."
             " If it is the same program with the same parameters, and the checkpoint has its"
             " processes, these go on where they stood",
@@ -631,18 +663,8 @@ _TASK = _object(
         "stop": {
             **_object(
                 {
-                    "metric": {
-                        "type": "string",
-                        "minLength": 1,
-                        "maxLength": 100,
-                        "description": "name of a metric that the task reports",
-                    },
-                    "goal": {
-                        "type": "string",
-                        "enum": [*GOALS],
-                        "default": GOALS[0],
-                        "description": "which values are better: low or high ones",
-                    },
+                    "metric": _METRIC,
+                    "goal": _GOAL,
                     "rungs": {
                         "type": "array",
                         "minItems": 1,

@@ -78,12 +78,13 @@ MEANINGS = {
         "with the same Idempotency-Key. An administrator can raise the limit.",
     ),
     "quota-exceeded": (
-        "A tenant may store a limited number of bytes of datablocks, and keep a limited number of "
-        "requests; a user may have a limited number of sessions. This call would exceed one of the "
-        "limits; `detail` says which. Unfinished "
+        "A tenant may store a limited number of bytes of datablocks and of pinned and best "
+        "checkpoints, and keep a limited number of requests; a user may have a limited number of "
+        "sessions. This call would exceed one of the limits; `detail` says which. Unfinished "
         "uploads count; equal bytes count once. Outputs that tasks publish are always stored; only "
-        "uploads, and requests that would publish, are rejected.",
-        "Delete unneeded versions (DELETE /v1/datablocks/NAME@VERSION), or release requests (PATCH "
+        "uploads, pins, and requests that would publish, are rejected.",
+        "Delete unneeded versions (DELETE /v1/datablocks/NAME@VERSION), unpin checkpoints (POST "
+        "/v1/checkpoints/{id}/unpin), or release requests (PATCH "
         "/v1/requests/{id} with `keep` false), then try again. GET /v1/datablocks lists the "
         "versions with their sizes, GET /v1/requests with `keep=true` the kept requests. An "
         "administrator can raise the limit.",

@@ -151,7 +151,8 @@ def _checkpoint_state(checkpoint: JSON) -> str:
         return "damaged"
     if checkpoint["deleted_at"]:
         return "being deleted"
-    return "pinned" if checkpoint.get("pinned_at") else "kept"
+    is_kept = {"best": checkpoint.get("best"), "pinned": checkpoint.get("pinned_at")}
+    return ", ".join(word for word, given in is_kept.items() if given) or "kept"
 
 
 def asked(verb: str, given: str, now: JSON) -> Text:
@@ -331,6 +332,7 @@ CHECKPOINTS = [
     Column("SIZE", lambda c: size(c["size_bytes"]), right=True),
     Column("WRITTEN", lambda c: ago(c["created_at"]), whole=True),
     Column("STATE", lambda c: _checkpoint_state(c)),
+    Column("VALUE", lambda c: c.get("ranked_value"), right=True),
     Column("NEW", lambda c: size(c["new_bytes"]), right=True, wide=True),
     Column("HOST", lambda c: c["host"], wide=True),
 ]

@@ -37,7 +37,16 @@ from app.core.model.fields import near_name
 from app.core.model.lifecycle import ENDED
 from app.core.model.protocol.messages import JSON
 from app.db.ids import new_id
-from app.db.models import Datablock, DatablockPlace, DatablockUse, Device, StoredFile, Task, Upload
+from app.db.models import (
+    Checkpoint,
+    Datablock,
+    DatablockPlace,
+    DatablockUse,
+    Device,
+    StoredFile,
+    Task,
+    Upload,
+)
 from app.errors import QuotaExceeded
 from app.settings import settings
 
@@ -255,7 +264,7 @@ def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
 
 
 def kept_bytes(session: Session, tenant_id: str) -> int:
-    """Return how many bytes a tenant keeps.
+    """Return how many bytes a tenant keeps: datablocks, and checkpoints that are pinned or best.
 
     Equal bytes count once; unfinished uploads count with their full size.
     """
@@ -265,7 +274,12 @@ def kept_bytes(session: Session, tenant_id: str) -> int:
     files = select(StoredFile.sha256, StoredFile.size_bytes).where(
         StoredFile.tenant_id == tenant_id
     )
-    all_ = union(blocks, files).subquery()
+    images = select(Checkpoint.sha256, Checkpoint.size_bytes).where(
+        Checkpoint.tenant_id == tenant_id,
+        or_(Checkpoint.best, Checkpoint.pinned_at.is_not(None)),
+        Checkpoint.deleted_at.is_(None),
+    )
+    all_ = union(blocks, files, images).subquery()
     each = (
         select(all_.c.sha256, func.max(all_.c.size_bytes).label("size_bytes"))
         .group_by(all_.c.sha256)
@@ -285,9 +299,10 @@ def check_room(session: Session, tenant_id: str, more_bytes: int) -> None:
     if not quota or (kept := kept_bytes(session, tenant_id)) + more_bytes <= quota:
         return
     raise QuotaExceeded(
-        f"your tenant stores {kept} of at most {quota} bytes of datablocks, and this needs "
-        f"{more_bytes} more. Delete unneeded versions (GET /v1/datablocks lists them, DELETE "
-        "/v1/datablocks/NAME@VERSION deletes one), or ask an administrator to raise "
+        f"your tenant stores {kept} of at most {quota} bytes of datablocks and of pinned and best "
+        f"checkpoints, and this needs {more_bytes} more. Delete unneeded versions (GET "
+        "/v1/datablocks lists them, DELETE /v1/datablocks/NAME@VERSION deletes one), unpin "
+        "checkpoints or delete their requests, or ask an administrator to raise "
         "ROUNDHOUSE_DATABLOCK_QUOTA_BYTES"
     )
 

@@ -55,7 +55,7 @@ from app.db.transactions import after_commit
 from app.db.user_limits import LIMITS_OF_USER
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
 from app.identity import secret_store
-from app.intake import environments, request_needs, user_limits
+from app.intake import environments, request_needs, starting_checkpoints, user_limits
 from app.intake.environments import WantedEnvironment
 from app.intake.request_needs import FoundRequests
 from app.messaging import outbox, webhooks
@@ -245,8 +245,9 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         *_entry_faults(descriptor, facts.entry_points, sent),
     ]
     faults += _params_faults(lot_members.sampled(descriptor), facts.signatures)
-    begun = _begun(session, owner, descriptor)
-    descriptor, more = _continued(session, descriptor, begun)
+    descriptor, begun, more = starting_checkpoints.find_checkpoints(
+        session, owner.tenant_id, descriptor
+    )
     descriptor, taken, unknown = _taken(session, owner, descriptor)
     descriptor, after, missing = request_needs.resolve(session, owner.tenant_id, descriptor)
     environment, bad = environments.wanted(session, owner.tenant_id, descriptor)
@@ -434,76 +435,6 @@ def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> st
     close = get_close_matches(named, compared, LISTED, 0.0) if len(there) > LISTED else there
     more = len(there) - len(close)
     return ", ".join(close) + (f" and {more} more" if more else "")
-
-
-def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:
-    """Return the checkpoints that tasks start from, if they are this tenant's and still exist."""
-    wanted = {t.from_checkpoint for t in descriptor.tasks if t.from_checkpoint is not None}
-    if not wanted:
-        return {}
-    query = select(Checkpoint).where(
-        Checkpoint.id.in_(wanted),
-        Checkpoint.tenant_id == owner.tenant_id,
-        Checkpoint.damaged_at.is_(None),
-        Checkpoint.deleted_at.is_(None),
-    )
-    by_id = {row.id: row for row in session.scalars(query)}
-    named = ((task.name, by_id.get(task.from_checkpoint or "")) for task in descriptor.tasks)
-    return {name: row for name, row in named if row is not None}
-
-
-def _continued(
-    session: Session, descriptor: Descriptor, begun: Mapping[str, Checkpoint]
-) -> tuple[Descriptor, list[Fault]]:
-    """Copy the parameters and datablocks of a checkpoint's job to the tasks that start from the
-    checkpoint.
-
-    The image may refer to those datablocks.
-    """
-    faults: list[Fault] = []
-    tasks = []
-    for n, task in enumerate(descriptor.tasks):
-        if task.from_checkpoint is not None and task.name in begun:
-            before = session.get_one(Task, begun[task.name].task_id).spec
-            if before.run.kind != task.run.kind:
-                told = f"is a checkpoint of a {before.run.kind}, and this is a {task.run.kind}"
-                faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "another-kind"))
-            if task.run.kind == "command":  # the folder of a command refers to no datablocks
-                tasks.append(replace(task, params=task.params or before.params))
-                continue
-            lent = {p: it for p, it in before.inputs.items() if it.kind == "datablock"}
-            faults += _fork_faults(f"/tasks/{n}", task, before, lent)
-            task = replace(task, params=before.params, inputs={**task.inputs, **lent})
-        elif task.from_checkpoint is not None:
-            told = "your tenant has no such checkpoint"
-            faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "unknown-checkpoint"))
-        tasks.append(task)
-    return replace(descriptor, tasks=tuple(tasks)), faults
-
-
-def _fork_faults(
-    pointer: str, task: TaskDescriptor, before: TaskDescriptor, lent: Mapping[str, Source]
-) -> Iterator[Fault]:
-    """Return faults for settings that differ from those of the task that made the checkpoint."""
-    if task.run.kind == "job" and task.run.entry != before.run.entry:
-        told = f"must be {before.run.entry}, the job of the checkpoint"
-        yield Fault(f"{pointer}/run/job", told, "another-job")
-    if task.params and task.params != before.params:
-        told = (
-            "the checkpoint's job has other parameters, which cannot be changed: omit `params`, "
-            "or change the values in the code of the job"
-        )
-        yield Fault(f"{pointer}/params", told, "other-parameters")
-    for port, source in lent.items():
-        if task.inputs.get(port, source) != source:
-            told = (
-                f"the checkpoint's job has datablock:{source.block} here, which cannot be changed: "
-                "omit this input or name the same version"
-            )
-            yield Fault(f"{pointer}/inputs/{escaped(port)}", told, "other-input")
-    if task.world_size != before.world_size:
-        told = f"must be {before.world_size}, as in the checkpoint"
-        yield Fault(f"{pointer}/world_size", told, "other-ranks")
 
 
 def _taken(
@@ -729,7 +660,9 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         "told": f"{owner.user_name} submitted {request['name']}: {n:,} task{'s' * (n > 1)}.",
     }
     session.connection().execute(_WRITE, given)
-    session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
+    session.add_all(
+        starting_checkpoints.copied(row, ids[name]) for name, row in found.begun.items()
+    )
     for task in found.descriptor.tasks:
         taken = {port: found.taken.get(source) for port, source in task.inputs.items()}
         datablocks.use(session, ids[task.name], {p: row for p, row in taken.items() if row})
@@ -812,29 +745,6 @@ def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) ->
         labels=dict(descriptor.labels),
         descriptor=body,
         submitted_at=now,
-    )
-
-
-def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
-    """Return the new task's own first checkpoint: a copy of the row, so that the bytes stay,
-    whatever happens to the other task.
-
-    All that the new task prints comes after it.
-    """
-    printed = None if begun.printed_epoch is None else 0
-    return Checkpoint(
-        id=new_id("ckp"),
-        task_id=task_id,
-        tenant_id=begun.tenant_id,
-        epoch=0,
-        step=begun.step,
-        sha256=begun.sha256,
-        size_bytes=begun.size_bytes,
-        took_us=begun.took_us,
-        host=begun.host,
-        key=begun.key,
-        printed_epoch=printed,
-        printed_lines=printed,
     )
 
 

@@ -6,6 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app.core.units import counted
+from app.data import datablocks
 from app.db import transactions
 from app.db.models import Checkpoint, Request, RequestEvent, Task, Tenant
 from app.db.transactions import AnyRow
@@ -16,10 +17,13 @@ from app.settings import settings
 def pin_checkpoint(session: Session, checkpoint: Checkpoint, *, by: str) -> None:
     """Pin a checkpoint; pinning it again changes nothing.
 
-    Raises Conflict if it is damaged or being deleted, QuotaExceeded if its tenant may pin no more.
+    Raises Conflict if it is damaged or being deleted, QuotaExceeded if its tenant may pin no more,
+    or stores too much.
     """
     if checkpoint.pinned_at is None:
         _check_pinned(session, checkpoint)
+        if not checkpoint.best:  # the best count already
+            datablocks.check_room(session, checkpoint.tenant_id, checkpoint.size_bytes)
     task = _locked(session, checkpoint)
     if checkpoint.deleted_at is not None or checkpoint.damaged_at is not None:
         why = "is being deleted" if checkpoint.deleted_at is not None else "is damaged"

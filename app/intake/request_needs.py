@@ -144,6 +144,16 @@ def _said(descriptor: Descriptor) -> Iterator[tuple[str, str]]:
             yield f"/tasks/{n}/inputs/{escaped(port)}", source.request
 
 
+def find_requests(
+    session: Session, tenant_id: str, wanted: Collection[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the ids of requests by what they were called, and why there is none for others."""
+    ids, _ = _requests(session, tenant_id, wanted)
+    missing = [name for name in wanted if name not in ids]
+    recent = _recent(session, tenant_id) if missing else ()
+    return ids, {name: _unknown(name, recent) for name in missing}
+
+
 def _requests(
     session: Session, tenant_id: str, wanted: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:

@@ -130,6 +130,7 @@ def _widen(session: Session, width: timedelta, kept: timedelta) -> None:
 def prune_checkpoints(session: Session) -> None:
     """Mark checkpoints for deletion: those above a task's `checkpoint.keep`, and all those of tasks
     that ended long ago, unless the request is kept. A pinned checkpoint stays, and does not count.
+    So do the best of a task (`checkpoint.best`), but they count if they are among its newest.
 
     The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
     task has no other beginning. Only a new checkpoint can make others surplus, so only tasks with
@@ -141,10 +142,11 @@ def prune_checkpoints(session: Session) -> None:
         partition_by=Checkpoint.task_id,
         order_by=(Checkpoint.step.desc(), Checkpoint.created_at.desc()),
     )
-    good, is_free = Checkpoint.damaged_at.is_(None), Checkpoint.pinned_at.is_(None)
+    good, is_unpinned = Checkpoint.damaged_at.is_(None), Checkpoint.pinned_at.is_(None)
+    is_free = and_(is_unpinned, ~Checkpoint.best)
     ranked = (
         select(Checkpoint.id, age.label("age"), Checkpoint.task_id)
-        .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0, is_free)
+        .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0, is_unpinned)
         .where(Checkpoint.task_id.in_(with_new))
         .subquery()
     )

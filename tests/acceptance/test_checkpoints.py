@@ -26,19 +26,18 @@ def on_s3():
         assert not (home / "store").exists()
 
 
-def checkpoint_of(client, request_id):
-    """Save a checkpoint of the request's only task and return the newest one."""
-    task_id = client.request(request_id)["tasks"][0]["id"]
-    client.post(f"/v1/tasks/{task_id}/checkpoint")
-
-    def is_saved(_):
-        return client.get(f"/v1/tasks/{task_id}/checkpoints")["items"]
-
-    client.wait_until(request_id, is_saved)
-    return is_saved(None)[0]
+LOW = 4  # the step of `train:Valley` with the lowest loss
 
 
-def test_run_resumes_after_a_kill_and_from_a_checkpoint_and_shows_its_tensors(on_s3, tmp_path):
+def saved_steps(client, request_id):
+    """Return the steps of all checkpoints that were ever saved."""
+    told = client.items(f"/v1/requests/{request_id}/events")
+    return {event["data"]["step"] for event in told if event["type"] == "task.saved"}
+
+
+def test_run_resumes_after_a_kill_and_from_its_best_checkpoint_and_shows_its_tensors(
+    on_s3, tmp_path
+):
     client = on_s3.client("alpha")
     params = {"steps": STEPS, "seed": 9, "step_s": 0.0}
     slow = {**params, "step_s": 0.3}
@@ -47,22 +46,33 @@ def test_run_resumes_after_a_kill_and_from_a_checkpoint_and_shows_its_tensors(on
 
     with on_s3.gate() as gate:
         id = client.submit_job(
-            "train:Train", name="killed", params=slow, gate=gate, retry={"max": 1}
+            "train:Valley",
+            name="killed",
+            params=slow,
+            gate=gate,
+            checkpoint={"every_s": 0.05, "keep": 1, "best": {"metric": "loss"}},
         )
-        on_s3.wait_running(client, id)
-        saved = checkpoint_of(client, id)
-        on_s3.kill("resident")
+        client.wait_until(id, lambda _: max(saved_steps(client, id), default=0) > LOW + 1)
+        on_s3.kill("device.0")
     task = client.wait(id)["tasks"][0]
-    assert (task["state"], task["result"], task["attempts"]) == ("done", wanted, 1)
-    assert 0 < saved["step"] <= STEPS
+    assert (task["state"], task["result"]) == ("done", wanted)
+
+    # The best of all that were ever saved is left, and was saved before the kill.
+    listed = [*client.items(f"/v1/tasks/{task['id']}/checkpoints")]
+    (saved,) = [each for each in listed if each["best"]]
+    assert saved["deleted_at"] is None
+    assert saved["ranked_value"] == min(abs(step - LOW) for step in saved_steps(client, id))
+    assert (saved["ranked_value"], saved["epoch"]) == (abs(saved["step"] - LOW), 1)
+    assert saved["ranked_step"] == saved["step"] < max(each["step"] for each in listed)
     (device,) = client.items("/v1/devices")
     assert saved["host"] == device["host"]
     assert len(saved["key"]) == 64
 
     # A fork, in a request of its own, ends with the same bits; it ran only the rest.
-    more = {"mounts": gate.mounts, "from_checkpoint": saved["id"]}  # the gate is open
-    fork = client.submit_job("train:Train", name="fork", **more)
+    more = {"mounts": gate.mounts, "from_checkpoint": "killed@best"}  # the gate is open
+    fork = client.submit_job("train:Valley", name="fork", **more)
     task = client.wait(fork)["tasks"][0]
+    assert task["from_checkpoint"] == saved["id"]
     assert (task["state"], task["result"], task["step"]) == ("done", wanted, STEPS)
     (placement,) = client.items(f"/v1/tasks/{task['id']}/placements")
     assert placement["first_step"] == saved["step"]
@@ -77,4 +87,6 @@ def test_run_resumes_after_a_kill_and_from_a_checkpoint_and_shows_its_tensors(on
     with pytest.raises(ApiProblem, match="no checkpoint"):
         on_s3.client("beta").get(f"/v1/checkpoints/{saved['id']}/tensors")
     with pytest.raises(ApiProblem, match="no such checkpoint"):
-        on_s3.client("beta").submit_job("train:Train", name="thief", from_checkpoint=saved["id"])
+        on_s3.client("beta").submit_job("train:Valley", name="thief", from_checkpoint=saved["id"])
+    with pytest.raises(ApiProblem, match="no request 'killed'"):
+        on_s3.client("beta").submit_job("train:Valley", name="thief", from_checkpoint="killed@best")

@@ -127,7 +127,11 @@ TASKS: list[JSON] = [
             "labels": ["fast", "nvlink"],
             "avoid_labels": ["spot"],
         },
-        "checkpoint": {"every_s": 45.0, "keep": 17},
+        "checkpoint": {
+            "every_s": 45.0,
+            "keep": 17,
+            "best": {"metric": "accuracy", "goal": "max", "keep": 19},
+        },
         "retry": {
             "max": 4,
             "backoff": {"first_s": 3.5, "most_s": 77.0},

@@ -437,6 +437,10 @@ NOT_ON_PAGE: dict[str, set[Place]] = {
         ("search", "method"), ("search", "trials"), ("search", "seed"), ("search", "space"),
         ("stop", "metric"), ("stop", "goal"), ("stop", "rungs"), ("stop", "keep"),
     },
+    "shown with its checkpoints, when there are some": {
+        ("checkpoint", "best", "metric"), ("checkpoint", "best", "goal"),
+        ("checkpoint", "best", "keep"),
+    },
     "shown as results, when there are some": {("outputs",), ("artifacts",), ("publish",)},
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ Texts are shortened and cleaned before they are passed on. An invalid message en
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from app.core.model.failure_causes import CAUSES
@@ -123,6 +124,21 @@ def metrics(message: JSON) -> JSON:
     }
     cleaned: JSON = clean(short)
     return cleaned
+
+
+def ranked(message: JSON, step: int) -> JSON:
+    """Return the value that ranks an image of this step: a finite number or None; {} for no
+    report.
+    """
+    value = table({"ranked": {}, **message}, "ranked")
+    if not value:
+        return {}
+    if number({"step": value.get("step")}, "step") > step:
+        raise Nonsense(f"a value of a later step than {step}")
+    figure = value.get("value")
+    if figure is not None and not (isinstance(figure, float) and isfinite(figure)):
+        raise Nonsense(f"the value is {figure!r:.100}")
+    return {"step": value["step"], "value": figure}
 
 
 def words(message: JSON, name: str) -> list[str]:

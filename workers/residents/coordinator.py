@@ -455,7 +455,8 @@ class Conductor:
             case "saving":
                 self.write_index(said)
                 about = {"at_step": self.saved_step, "index_bytes": self.index_bytes}
-                self.work.say("saving", what="image", **about)
+                ranked = said[0].get("ranked", {})  # as the first rank's metrics are the gang's
+                self.work.say("saving", what="image", **about, ranked=ranked)
 
     def _have_all(self, word: str) -> bool:
         return all(word in rank.said for rank in self.ranks)

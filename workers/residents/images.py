@@ -33,6 +33,7 @@ class Lies:
     captured: Captured
     layout: Layout
     lacks: list[str]  # late inputs that the graph had not used yet
+    ranked: JSON  # the value that ranks it among the task's checkpoints (`Work.ranked`)
     round: int = 0
 
     def index(self) -> JSON:
@@ -72,6 +73,7 @@ class Images:
                 preset.fingerprint(self.work.accelerator),
                 captured,
                 lacks=self._lacks(),
+                ranked=self.work.ranked,
             )
             self._is_leaving()
             told = partial(lies, round=self.round)
@@ -124,6 +126,7 @@ class Images:
             captured,
             layout,
             lacks=self._lacks(),
+            ranked=self.work.ranked,
         )
 
     def come_back(self, room: Callable[[int], None]) -> None:
@@ -177,6 +180,8 @@ class Images:
         The slab belongs to the supervisor until the image is stored.
         """
         about: JSON = {"at_step": lies.step, "round": lies.round}
+        if lies.ranked:
+            about["ranked"] = lies.ranked
         if self.work.member is not None:
             about["lacks"] = lies.lacks
         index = lies.index()

@@ -21,6 +21,9 @@ def add_row(work: Work, step: int, metrics: JSON) -> None:
     """Keep the metrics of a step for the next report, which is due earlier if many rows wait."""
     work.metrics = metrics
     work.rows.add(step, metrics)
+    best = work.spec.checkpoint.best
+    if best is not None and (ranked := best.ranked(step, metrics)) is not None:
+        work.ranked = ranked
 
 
 def is_due(work: Work) -> bool:

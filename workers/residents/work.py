@@ -56,6 +56,8 @@ class Work:
     stands_at: int = 0  # the gang's step after which all ranks stop at a cut
     metrics: JSON = field(default_factory=dict)
     rows: MetricRows = field(default_factory=MetricRows)  # metrics that no report has had
+    # the last reported value of the metric that ranks its checkpoints (`BestRule.ranked`)
+    ranked: JSON = field(default_factory=dict)
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
     saved_s: float = 0.0

@@ -287,6 +287,9 @@ class TaskOut(Out):
         "`datablock:NAME@VERSION`. Without a version in the descriptor, it is the newest version at"
         " submission; of a request, it is the id.",
     )
+    from_checkpoint: str | None = Field(
+        None, description="The checkpoint from which it began; of `NAME@best`, it is the id."
+    )
     publish: dict[str, str] = Field(
         {}, description="The outputs that become new datablock versions when the task is done."
     )
@@ -469,6 +472,9 @@ class CheckpointOut(Out):
         damaged_at=None,
         deleted_at=None,
         pinned_at=None,
+        best=True,
+        ranked_value=0.125,
+        ranked_step=1190,
     )
     id: str
     epoch: int
@@ -487,6 +493,14 @@ class CheckpointOut(Out):
     damaged_at: datetime | None
     deleted_at: datetime | None
     pinned_at: datetime | None = Field(description="If set, it is not deleted for its age.")
+    best: bool = Field(
+        description="One of the task's best by `checkpoint.best`: it is not deleted for its age."
+    )
+    ranked_value: float | None = Field(
+        description="The metric of `checkpoint.best` at this step, or last before it; null: it was "
+        "no finite number, or not reported."
+    )
+    ranked_step: int | None = Field(description="The step at which the value was reported.")
 
 
 class PlacementOut(Out):

@@ -155,6 +155,10 @@ def submit(
             " or NAME:started awaits that, NAME:done:hold or :run is what else to do; repeatable",
         ),
     ] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option("--from", help="checkpoint from which it begins: ckp_..., or NAME@best"),
+    ] = "",
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -172,6 +176,7 @@ def submit(
     roundhouse submit folder -- python train.py --lr 0.1
     roundhouse submit train.py -e requirements.txt -- --epochs 2  (with packages)
     roundhouse submit folder --job train:Train -p lr=0.1
+    roundhouse submit folder --job train:Train --from sweep@best
     roundhouse submit train.py --matrix lr=1e-3,1e-4 --matrix seed=0-9 -- --lr '${matrix.lr}'
     roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
     roundhouse submit train.py --matrix seed=0-9 --stop loss@1000,3000 -- --seed '${matrix.seed}'
@@ -192,9 +197,7 @@ def submit(
         _set_params(descriptor, param)
     if network:
         _only_task(descriptor, "--network")["network"] = {"allow": network}
-    if out:
-        kept = [posixpath.normpath(path) for path in out]  # ./out/ is out
-        _only_task(descriptor, "--out")["artifacts"] = kept
+    _set_begin_and_end(descriptor, checkpoint, out or [])
     _set_files(descriptor, mount or [], image)
     _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
     _set_variables(descriptor, env or [], secret or [])
@@ -286,6 +289,7 @@ _OWN_OPTIONS = {
     "--keep-best",
     "--max-failures",
     "--after",
+    "--from",
     "--idempotency-key",
 }
 
@@ -346,6 +350,15 @@ def _set_files(descriptor: JSON, mounts: list[str], image: str) -> None:
         _only_task(descriptor, "--mount")["mounts"] = _mounts(mounts)
     if image:
         _only_task(descriptor, "--image")["image"] = image
+
+
+def _set_begin_and_end(descriptor: JSON, checkpoint: str, out: list[str]) -> None:
+    """Say from which checkpoint the only task begins, and which of its files are kept."""
+    if checkpoint:
+        _only_task(descriptor, "--from")["from_checkpoint"] = checkpoint
+    if out:
+        kept = [posixpath.normpath(path) for path in out]  # ./out/ is out
+        _only_task(descriptor, "--out")["artifacts"] = kept
 
 
 def _set_limits(descriptor: JSON, given: JSON) -> None:

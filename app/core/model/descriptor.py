@@ -46,6 +46,7 @@ from app.core.model.launchers import find_launcher
 from app.core.model.provisions import collectives, network_policy, notice, session
 from app.core.model.provisions.after_requests import AfterRequest, read_after_requests
 from app.core.model.provisions.artifacts import read_artifacts
+from app.core.model.provisions.best_rule import BestRule, read_best
 from app.core.model.provisions.collectives import (
     EXACT,
     NATIVE,
@@ -77,6 +78,7 @@ ENDS = ("done", "failed", "cancelled")
 HELD = "held"  # a lot makes no more members, since too many failed
 TOLD = (*ENDS, HELD)  # what webhooks may tell of a request
 RUNS = ("job", "function", "command", "graph")
+OF_BEST = "@best"  # after the name of a request: its best checkpoint
 OF_REQUEST = "request"  # kind of a source that is an output of another request's task
 # Values of `isolation`: a function that shares its process with no other function, and one that
 # shares it with all requests of its user.  The default is to share it within its request.
@@ -104,12 +106,14 @@ ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _URL = re.compile(r"https?://[^\s/]\S*")
-_CHECKPOINT = re.compile(r"ckp_[0-9a-f]{32}")
+_CHECKPOINT = re.compile(rf"ckp_[0-9a-f]{{32}}|{NAME.pattern}(/{NAME.pattern})?{OF_BEST}")
 
 _MODEL_RULE = "1 to 63 letters, digits, spaces and ._/()+-, starting with a letter or digit"
 _CAPABILITY_RULE = 'a version such as "9.0"'
 _DIGEST_RULE = '"sha256:" and 64 hexadecimal digits'
-_CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
+_CHECKPOINT_RULE = (
+    'the id of a checkpoint ("ckp_" and 32 hexadecimal digits), "NAME@best" or "NAME/TASK@best"'
+)
 
 
 class BadDescriptor(Exception):
@@ -200,8 +204,15 @@ class Devices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
+    """Says when checkpoints are made, and how many of the newest, and of the best, are kept."""
+
     every_s: float = 60.0
     keep: int = 3
+    best: BestRule | None = None
+
+    def as_json(self) -> JSON:
+        best = self.best.as_json() if self.best is not None else None
+        return {"every_s": self.every_s, "keep": self.keep, "best": best}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +244,7 @@ class TaskDescriptor:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_duration_s: float = 86400.0
     # Checkpoint of another task, from which this job continues, or in whose working folder this
-    # command begins.
+    # command begins: an id; in a request, also "NAME@best" or "NAME/TASK@best".
     from_checkpoint: str | None = None
     network: NetworkWish = NO_NETWORK
     # environment variables of its process, and of all that the process starts
@@ -401,7 +412,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             most=1 if run.kind in ONE_DEVICE else world_size,
         ),
         islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
-        checkpoint=_checkpoint(fields.inside("checkpoint")),
+        checkpoint=_checkpoint(fields.inside("checkpoint"), run_kind=run.kind),
         retry=read_retry(fields),
         max_duration_s=max_duration_s,
         from_checkpoint=fields.text("from_checkpoint", None, _CHECKPOINT, _CHECKPOINT_RULE),
@@ -705,12 +716,13 @@ def _device_labels(fields: Fields, key: str) -> tuple[str, ...]:
     return tuple(sorted(labels))
 
 
-def _checkpoint(fields: Fields) -> Checkpointing:
+def _checkpoint(fields: Fields, *, run_kind: str) -> Checkpointing:
     if not fields.given:
         return Checkpointing()
     checkpoint = Checkpointing(
         every_s=fields.number("every_s", 60.0, above=0, most=MAX_DURATION_S),
         keep=fields.integer("keep", 3, least=1, most=1000),
+        best=read_best(fields, run_kind=run_kind),
     )
     fields.close()
     return checkpoint
@@ -784,7 +796,7 @@ def as_json(task: TaskDescriptor) -> JSON:
             "fraction": _fraction(task.devices.choice),
         },
         "islands": task.islands,
-        "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
+        "checkpoint": task.checkpoint.as_json(),
         "retry": task.retry.as_json(),
         "max_duration_s": task.max_duration_s,
         "from_checkpoint": task.from_checkpoint,

@@ -38,6 +38,7 @@ _EXAMPLES = {
     "collectives": '"exact" or "native"',
     "notice": '{"signal": "SIGUSR1", "seconds": 60}',
     "checkpoint": '{"every_s": 60}',
+    "best": '{"metric": "loss"}',
     "network": '{"allow": ["huggingface.co:443"]}',
     "env": '{"HF_HOME": "data/hf"}',
     "secrets": '["HF_TOKEN"]',

@@ -575,8 +575,8 @@ class Checkpoint(Base):
 
     `host` wrote it and signed it with the private key that belongs to `key`.  The store grew by
     `new_bytes`.  A task that began from another task's checkpoint has that checkpoint as its first.
-    Housekeeping deletes the row some minutes after `deleted_at`; a pinned one is not marked for its
-    age.
+    Housekeeping deletes the row some minutes after `deleted_at`; neither a pinned nor a best one is
+    marked for its age.
     """
 
     __tablename__ = "checkpoints"
@@ -599,8 +599,20 @@ class Checkpoint(Base):
     damaged_at: Mapped[datetime | None]
     deleted_at: Mapped[datetime | None]
     pinned_at: Mapped[datetime | None]
+    # The metric of the task's `checkpoint.best` as it was reported last before the image, and at
+    # which step. A value that is no finite number is null, and so is the step if there was none.
+    ranked_value: Mapped[float | None]
+    ranked_step: Mapped[int | None] = mapped_column(BigInteger)
+    # one of the task's best (`core.model.checkpoints.best`)
+    best: Mapped[bool] = mapped_column(server_default=text("false"))
     __table_args__ = (
         UniqueConstraint("task_id", "step", "sha256"),
+        Index(
+            "ix_checkpoints_best",
+            "tenant_id",
+            "task_id",
+            postgresql_where=text("best"),
+        ),
         Index(
             "ix_checkpoints_pinned",
             "tenant_id",

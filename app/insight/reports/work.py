@@ -410,6 +410,9 @@ class KeptCheckpoint:
     created_at: datetime
     damaged: bool
     pinned: bool
+    best: bool
+    metric: str  # that ranks it, or ""
+    value: float | None  # of this metric
     of_command: bool  # holds files of its working folder, and no tensors
 
 
@@ -418,14 +421,19 @@ def checkpoints(
 ) -> list[KeptCheckpoint]:
     """List the checkpoints of a request's tasks, the newest first; of the members of its lots only
     those of these.
+
+    If there are more than `limit`, the best and the pinned ones come before newer ones.
     """
+    is_kept = or_(Checkpoint.best, Checkpoint.pinned_at.is_not(None))
     query = (
         select(Checkpoint, Task.name, Task.descriptor["run"].has_key("command"))
+        .add_columns(Task.descriptor["checkpoint"]["best"]["metric"].astext)
         .join(Task, Task.id == Checkpoint.task_id)
         .where(_shown(request, members), Checkpoint.deleted_at.is_(None))
-        .order_by(Checkpoint.id.desc())
+        .order_by(is_kept.desc(), Checkpoint.id.desc())
         .limit(limit)
     )
+    found = sorted(session.execute(query), key=lambda row: row.Checkpoint.id, reverse=True)
     return [
         KeptCheckpoint(
             id=row.id,
@@ -435,9 +443,12 @@ def checkpoints(
             created_at=row.created_at,
             damaged=row.damaged_at is not None,
             pinned=row.pinned_at is not None,
+            best=row.best,
+            metric=metric or "",
+            value=row.ranked_value,
             of_command=of_command,
         )
-        for row, name, of_command in session.execute(query)
+        for row, name, of_command, metric in found
     ]
 
 

@@ -344,6 +344,14 @@ class TestSubmit:
         assert (task["max_duration_s"], task["retry"]) == (3600.0, {"max": 2})
         assert (body["labels"], body["tier"], body["priority"]) == ({"exp": "a1"}, "basic", -3)
 
+    def test_checkpoint_to_begin_from_may_be_the_best_of_a_name(self, run, code, monkeypatch):
+        (code / "main.py").write_text("class Train: ...\n")
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(Client, "submit", lambda self, body, key: sent.append(body) or body)
+        given = ("--job", "main:Train", "--from", "sweep@best", "-o", "json")
+        assert run("submit", code, *given).exit_code == 0
+        assert sent[0]["tasks"][0]["from_checkpoint"] == "sweep@best"
+
     def test_after_names_other_requests(self, run, code, monkeypatch):
         (code / "main.py").write_text("print('hello')\n")
         sent: list[dict[str, Any]] = []
@@ -1455,13 +1463,17 @@ class TestCheckpoints:
         )
         return task_id, id
 
-    def test_checkpoints_are_listed_and_exported(self, run, saved, tmp_path):
+    def test_checkpoints_are_listed_and_exported(self, run, service, saved, tmp_path):
         task_id, id = saved
         request = json.loads(run("show", task_id, "-o", "json").stdout)["request_id"]
         for given in (task_id, request, f"{request[-8:]}/train"):
             listed = run("checkpoints", given)
             assert listed.exit_code == 0, listed.output
             assert (id in listed.stdout, "kept" in listed.stdout) == (True, True)
+            assert "0.0625" not in listed.stdout
+        service.sql("update checkpoints set best = true, ranked_value = 0.0625 where id = %s", id)
+        [row] = [line for line in run("checkpoints", task_id).stdout.splitlines() if id in line]
+        assert ("best" in row, "0.0625" in row) == (True, True)
         assert run("export", request[-8:], "newest.safetensors").exit_code == 0
         assert (tmp_path / "newest.safetensors").exists()
         exported = run("export", id, "model.safetensors")

@@ -105,9 +105,14 @@ def test_page_of_a_request_says_what_its_tasks_run_and_with_which_variables(
         of_task = {"task_id": task.id, "tenant_id": task.tenant_id}
         sizes = {"sha256": "0" * 64, "size_bytes": 1, "took_us": 1, "pinned_at": func.now()}
         its.add(Checkpoint(id="ckp_" + "7" * 32, epoch=1, step=1, **of_task, **sizes))
+        best = {"metric": "loss", "goal": "min", "keep": 1}
+        task.descriptor = {**task.descriptor, "checkpoint": {"best": best}}
+        ranked = {"best": True, "ranked_step": 2, "ranked_value": 0.03125, **of_task, **sizes}
+        its.add(Checkpoint(id="ckp_" + "8" * 32, epoch=1, step=2, **ranked))
     page = TestClient(app, cookies={auth.COOKIE: cookie}).get(f"/ui/requests/{made['id']}").text
     assert "ckp_777" in page
     assert ", pinned</div>" in page
+    assert ', best, pinned <span class="quiet">loss 0.03125</span></div>' in page
     assert "/safetensors" not in page, "a command's checkpoint has no tensors to download"
     assert "<code>python train.py --name &#39;two words&#39;</code>" in page
     assert "<code>EPOCHS</code></dt><dd><code>3</code>" in page

@@ -131,6 +131,19 @@ class TestPruneCheckpoints:
         housekeeping.prune_checkpoints(session)
         assert left(session) == []
 
+    def test_best_checkpoint_stays_and_counts_if_it_is_among_the_newest(self, session, task):
+        for step in (10, 20, 30, 40):
+            checkpoint(session, task, step, f"sha-{step}")
+        session.get_one(Checkpoint, "ckp_10").best = True
+        session.get_one(Checkpoint, "ckp_40").best = True
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10, 30, 40]
+        task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
+        made_before(session, timedelta(days=3))
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10, 40]
+
 
 class TestForgetCheckpoints:
     def test_a_forgotten_manifest_is_condemned_and_the_kept_ones_stay(self, session, task):

@@ -862,6 +862,67 @@ class TestPause:
         assert (old.damaged_at, old.deleted_at) == (None, None)
 
 
+class TestBestCheckpoints:
+    @pytest.fixture
+    def ranked(self, session, running):
+        best = {"metric": "loss", "goal": "min", "keep": 2}
+        running.descriptor = {**DESCRIPTOR, "checkpoint": {"every_s": 1, "keep": 1, "best": best}}
+        session.flush()
+        return running
+
+    def save(self, session, task, seq, step, ranked=None, *, sha256=""):
+        """Report a checkpoint with the value that the process told."""
+        more = {"sha256": sha256 or f"{step:064}", "size_bytes": 5, "took_us": 1}
+        saved = event(Saved, task, seq, step=step, ranked=ranked or {}, **more)
+        hear(session, residents=[view(task, "running", step=step)], events=[saved])
+        session.expire_all()
+
+    def best(self, session):
+        rows = session.scalars(select(Checkpoint).where(Checkpoint.best).order_by(Checkpoint.step))
+        return [(row.step, row.ranked_step, row.ranked_value) for row in rows]
+
+    def test_best_are_marked_by_the_value_that_came_with_them(self, session, ranked):
+        for seq, (step, value) in enumerate([(1, 3.0), (2, 1.0), (3, None), (4, 2.0)], 2):
+            self.save(session, ranked, seq, step, {"step": step, "value": value})
+        assert self.best(session) == [(2, 2, 1.0), (4, 4, 2.0)]
+        values = select(Checkpoint.ranked_value).order_by(Checkpoint.step)
+        assert session.scalars(values).all() == [3.0, 1.0, None, 2.0]
+
+    def test_value_that_the_process_does_not_know_is_the_newest_before(self, session, ranked):
+        self.save(session, ranked, 2, 4)
+        assert self.best(session) == []
+        self.save(session, ranked, 3, 6, {"step": 5, "value": 0.5})
+        self.save(session, ranked, 4, 7)  # as of a new process that began at step 6
+        rows = [[8, {"loss": 0.25}], [9, {"acc": 1.0}], [12, {"loss": 0.125}]]
+        hear(session, residents=[replace(view(ranked, "running", step=12), points=rows)])
+        self.save(session, ranked, 5, 11)
+        self.save(session, ranked, 6, 11, sha256="ab" * 32)
+        assert self.best(session) == [(11, 8, 0.25), (11, 8, 0.25)]
+        query = select(Checkpoint.ranked_step, Checkpoint.ranked_value).order_by(Checkpoint.step)
+        assert session.execute(query).all()[:3] == [(None, None), (5, 0.5), (5, 0.5)]
+
+    def test_damaged_checkpoint_is_never_best_until_it_is_made_again(self, session, ranked):
+        for seq, (step, value) in enumerate([(1, 3.0), (2, 2.0), (3, 1.0)], 2):
+            self.save(session, ranked, seq, step, {"step": step, "value": value})
+        lose(session, ranked)
+        decide(session, ranked, "Launch", devices=("h.0",))
+        broken = event(Failed, ranked, 1, epoch=2, cause="image", message="does not match")
+        hear(session, residents=[view(ranked, "ended", epoch=2)], events=[broken])
+        session.expire_all()
+        assert self.best(session) == [(1, 1, 3.0), (2, 2, 2.0)]
+        decide(session, ranked, "Launch", devices=("h.0",))
+        again = {"sha256": f"{3:064}", "size_bytes": 5, "took_us": 1}
+        saved = event(Saved, ranked, 1, epoch=3, step=3, **again)
+        hear(session, residents=[view(ranked, "running", epoch=3, step=3)], events=[saved])
+        session.expire_all()
+        assert self.best(session) == [(2, 2, 2.0), (3, 3, 1.0)]
+
+    def test_task_without_a_rule_ranks_nothing(self, session, running):
+        self.save(session, running, 2, 4, {"step": 4, "value": 1.0})
+        assert session.scalars(select(Checkpoint.ranked_step)).all() == [None]
+        assert self.best(session) == []
+
+
 class TestEnd:
     def test_finished_task_keeps_its_result_and_ends_the_request(self, session, running):
         done = event(Finished, running, 2, step=10, result={"loss": 1}, outputs={})

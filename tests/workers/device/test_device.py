@@ -33,6 +33,7 @@ from tests.workers.conftest import (
 )
 from workers.device.processes import resident_records
 from workers.device.stays import admission
+from workers.process import untrusted
 from workers.transfer.host_context import CannotServe, locked
 
 # --- a job's life ---------------------------------------------------------------------------------
@@ -321,11 +322,24 @@ def test_image_too_large_for_the_device_is_reported(rigs):
     assert "exceeds the 20971520 bytes" in failed.message
 
 
-def test_checkpoints_are_written_as_often_as_asked(rig):
-    rig.launch("t1", "jobs:Count", checkpoint_every_s=0.2)
+def test_checkpoints_are_written_as_often_as_asked_each_with_the_value_of_its_step(rig):
+    rig.launch("t1", "jobs:Count", checkpoint_every_s=0.2, best={"metric": "done"})
     rig.until(lambda: len(rig.all(Saved, "t1")) >= 3)
+    rig.pause("t1")
+    rig.event(Paused, "t1")
+    rig.until(lambda: rig.all(Saved, "t1")[-1].step == rig.view("t1").step)
     steps = [saved.step for saved in rig.all(Saved, "t1")]
     assert steps == sorted(set(steps))
+    ranks = [saved.ranked for saved in rig.all(Saved, "t1")]
+    assert ranks == [{"step": step, "value": float(step)} for step in steps]
+
+
+def test_value_of_an_image_is_checked():
+    for ranked in ({"step": 8, "value": 1.0}, {"step": 1, "value": "low"}, {"value": 1.0}, [1]):
+        with pytest.raises(untrusted.Nonsense):
+            untrusted.ranked({"ranked": ranked}, 7)
+    assert untrusted.ranked({"ranked": {"step": 7, "value": None}}, 7) == {"step": 7, "value": None}
+    assert untrusted.ranked({}, 7) == untrusted.ranked({"ranked": {}}, 7) == {}
 
 
 def test_time_stood_still_for_images_is_reported_per_stay(rig):

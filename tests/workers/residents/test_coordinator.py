@@ -126,9 +126,10 @@ def test_gang_is_restored_from_its_checkpoint_with_the_same_bits(rig, undisturbe
 
 
 def test_checkpoint_shows_all_ranks_after_the_same_step(rig, undisturbed):
-    train(rig, checkpoint_every_s=0.1)
+    train(rig, checkpoint_every_s=0.1, best={"metric": "loss"})
     rig.until(lambda: len(rig.all(Saved, "t1")) >= 2)
     saved = rig.all(Saved, "t1")[-1]
+    assert saved.ranked["step"] == saved.step
     rig.drop.append(["t1", 1])
     rig.until(lambda: not rig.supervisor.stays.residents)
     train(rig, epoch=2, images=[rig.image(saved)])
@@ -274,11 +275,11 @@ class Led:
     def order(self, word, **more):
         self.conductor.order({"is": word, **more})
 
-    def says_saving(self, rank, *, step, round):
+    def says_saving(self, rank, *, step, round, **more):
         index = {"layout": {"graph": {"offset": 0, "size": 0}, "storages": []}}
         size = self.ranks[rank].part.write_index(index | {"fingerprint": {}, "tensors": {}})
         message = {"is": "saving", "what": "image", "at_step": step, "index_bytes": size}
-        message |= {"lacks": []}
+        message |= {"lacks": [], **more}
         self.conductor.take(self.ranks[rank], {**message, "round": round})
 
     def told(self, rank):
@@ -308,6 +309,13 @@ def test_image_begun_by_some_ranks_is_cancelled_when_the_gang_goes_on(led):
     assert led.up() == [("saving", 12)]
     led.order("go", seats=[1])  # that image is being kept: it is not called off
     assert led.told(0)[-1] == "go"
+
+
+def test_image_of_a_gang_has_the_value_of_its_first_rank(led):
+    led.order("go", seats=[1])
+    for rank in range(2):
+        led.says_saving(rank, step=3, round=1, ranked={"step": 3, "value": float(rank)})
+    assert led.supervisor.receive()[-1]["ranked"] == {"step": 3, "value": 0.0}
 
 
 def test_save_asked_for_during_another_follows_it(led):

@@ -59,6 +59,7 @@ class Saving:
     has_processes: bool = False  # True if the image has the processes of its command
     bound_because: str = ""  # why the image has no processes, although they were asked for
     printed: tuple[int, ...] = ()  # epoch and number of log lines when the processes were dumped
+    ranked: JSON = field(default_factory=dict)  # as in `Saved`
 
     @property
     def ref(self) -> CheckpointRef:

@@ -103,6 +103,7 @@ class ResultStore:
             return
         if resident.is_saving or what != "image":
             raise Nonsense(f"it saves {what!r:.100}")
+        ranked = untrusted.ranked(message, step)
         began_us = now_us()
         resident.saves += 1
         resident.measure()
@@ -140,7 +141,7 @@ class ResultStore:
             return ImageStored(written=written, tree=found)
 
         self.side.aside(
-            keep, lambda stored: self._image_stored(resident, step, began_us, stored, told)
+            keep, lambda stored: self._image_stored(resident, step, began_us, stored, told, ranked)
         )
 
     def _says_output(self, resident: Resident, name: str, message: JSON) -> None:
@@ -198,6 +199,7 @@ class ResultStore:
         began_us: int,
         stored: ImageStored | NotDumped | BaseException,
         told: str,
+        ranked: JSON,
     ) -> None:
         """Report an image.
 
@@ -214,11 +216,17 @@ class ResultStore:
                 self.stays.kill(resident, "damaged")
             self._taken(resident, "image")
             resident.send("kept", what="image")
-            self._tell_stored(resident, step, now_us() - began_us, stored, told)
+            self._tell_stored(resident, step, now_us() - began_us, stored, told, ranked)
         self._close_if_gone(resident)
 
     def _tell_stored(
-        self, resident: Resident, step: int, took_us: int, stored: ImageStored, told: str
+        self,
+        resident: Resident,
+        step: int,
+        took_us: int,
+        stored: ImageStored,
+        told: str,
+        ranked: JSON,
     ) -> None:
         written, printed = stored.written, resident.printed
         if (older := stored.older) is not None:
@@ -240,6 +248,7 @@ class ResultStore:
             has_processes=has_processes,
             bound_because=bound_because,
             printed=printed if has_processes else (),
+            ranked=ranked,
         )
         self._remember_image(resident, resident.saved.ref)
         self.tell_saved(resident.stay, resident.saved)
@@ -325,6 +334,7 @@ class ResultStore:
             has_processes=saved.has_processes,
             bound_because=saved.bound_because,
             printed=[*saved.printed],
+            ranked=saved.ranked,
         )
         # While co-located tasks take turns, the next report comes soon and includes this event.
         self.rhythm.chatter = True

@@ -223,6 +223,9 @@ class Saved(Event):
     bound_because: str = ""  # why the processes of a command could not be in it
     # [epoch, lines]: how many lines had been printed in that epoch when the processes were dumped
     printed: list[int] = field(default_factory=list)
+    # {"step", "value"} of the metric that ranks its task's checkpoints (`provisions.best_rule`), as
+    # it was reported last before the image; {} if its process has not reported any
+    ranked: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

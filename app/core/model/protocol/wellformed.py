@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from math import isfinite
 from typing import Any
 
 from app.core.model.device_choice import BUILD_STATES, NEED
@@ -66,6 +67,11 @@ def _is_figure(value: Any) -> bool:
     """True if the value is a finite number that every reader can store."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -_LARGEST <= value <= _LARGEST
+
+
+def _is_finite(value: Any) -> bool:
+    """True if the value is a number that a column of double precision can hold."""
+    return isinstance(value, float) and isfinite(value)
 
 
 def _is_sentence(value: Any) -> bool:
@@ -261,6 +267,7 @@ _FACTS = _object(
 _SECRETS = _object(
     {}, {"mark": _is_short, "sealed": lambda it: isinstance(it, str), "refused": _is_sentence}
 )
+_RANKED = _object({"step": _is_count, "value": lambda it: it is None or _is_finite(it)})
 _FINDING = _object({"rule": is_word, "verdict": is_word, "effect": is_word, "reason": _is_sentence})
 _HEALTH = _object(
     {},
@@ -343,6 +350,7 @@ FIELDS: dict[str, Check] = {
         },
     ),
     "printed": lambda value: _each(_is_count)(value) and len(value) in (0, 2),
+    "ranked": lambda value: value == {} or _RANKED(value),
     "peers": _each(_is_hash),
     "secret": _is_bundle,
     "facts": _FACTS,

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Any
 
 from app.core.model.fields import Fields
@@ -21,7 +21,8 @@ MOST_RUNGS = 16
 MOST_STEP = 2**53
 MOST_STOPPED = 1000  # members of a lot with a rule: control reads all their results at once
 USUAL_KEEP, MOST_KEEP = 0.33, 0.9
-_METRIC = re.compile(r"[^\0-\x1f]{1,100}")
+METRIC = re.compile(r"[^\0-\x1f]{1,100}")
+METRIC_RULE = "a name of 1 to 100 characters"
 _SHARES = 10  # 0.33 means a third: so do shares near fractions with a denominator up to this
 _NEAR = Fraction(1, 200)
 
@@ -47,9 +48,7 @@ class StopRule:
 
     def badness(self, value: float | None) -> float:
         """Return the value as a number of which lower is better; None, or not finite, is worst."""
-        if value is None or not isfinite(value):
-            return inf
-        return value if self.goal == "min" else -value
+        return badness(self.goal, value)
 
     def reached(self, rows: Iterable[tuple[int, JSON]]) -> dict[int, tuple[int, float | None]]:
         """Return the step and the value with which these rows reach rungs, by rung.
@@ -58,7 +57,7 @@ class StopRule:
         """
         found: dict[int, tuple[int, float | None]] = {}
         for step, values in sorted(rows, key=lambda row: row[0]):
-            if not isinstance(value := _number(values.get(self.metric)), float):
+            if (value := as_number(values.get(self.metric))) is None:
                 continue
             for rung, at in enumerate(self.rungs):
                 if step >= at and rung not in found:
@@ -70,11 +69,26 @@ class StopRule:
         return {**named, "rungs": [*self.rungs], "keep": self.keep}
 
 
-def _number(value: object) -> float | None:
-    """Return a reported value as a number; nan and infinite ones come as text."""
+def badness(goal: str, value: float | None) -> float:
+    """Return the value as a number of which lower is better; None, or not finite, is worst."""
+    if value is None or not isfinite(value):
+        return inf
+    return value if goal == "min" else -value
+
+
+def as_number(value: object) -> float | None:
+    """Return a reported value as a number, None if it is none.
+
+    A value that is not finite, which comes as text, is nan, and so is one beyond all floats.
+    """
     if value in ("nan", "inf", "-inf"):
-        return float("nan")
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of any size
+        return nan
 
 
 def read_stop(fields: Fields, *, run_kind: str) -> StopRule | None:
@@ -91,7 +105,7 @@ def read_stop(fields: Fields, *, run_kind: str) -> StopRule | None:
     if list(rungs) != sorted(rungs):
         inside.fault("rungs", "must rise from step to step, such as [1000, 3000, 9000]", "range")
     rule = StopRule(
-        metric=inside.text("metric", "loss", _METRIC, "a name of 1 to 100 characters"),
+        metric=inside.text("metric", "loss", METRIC, METRIC_RULE),
         goal=inside.one_of("goal", GOALS, "min"),
         rungs=rungs,
         keep=inside.number("keep", USUAL_KEEP, above=0, most=MOST_KEEP),

@@ -27,7 +27,13 @@ from app.db.models import Checkpoint, Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import guest_placements
 from app.scheduling.journal import device_rows, losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
-from app.scheduling.journal.reports import device_health, outputs, restarts, retries
+from app.scheduling.journal.reports import (
+    best_checkpoints,
+    device_health,
+    outputs,
+    restarts,
+    retries,
+)
 
 log = logging.getLogger(__name__)
 
@@ -456,7 +462,9 @@ def _damage(session: Session, task: Task, epoch: int) -> bool:
         Checkpoint.damaged_at.is_(None),
     )
     now = damaged.values(damaged_at=func.now()).returning(Checkpoint.id)
-    return session.scalars(now).first() is not None
+    found = session.scalars(now).all()
+    best_checkpoints.mark_best(session, task)
+    return bool(found)
 
 
 def _stopped(session: Session, task: Task, placement: Placement, event: messages.Stopped) -> None:

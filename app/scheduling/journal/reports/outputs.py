@@ -20,9 +20,11 @@ from app.db.models import Checkpoint, Device, LogLine, Need, Placement, Task
 from app.messaging import outbox
 from app.scheduling import launch_order
 from app.scheduling.journal import task_writer
+from app.scheduling.journal.reports import best_checkpoints
 
 
 def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None:
+    ranks = best_checkpoints.rank(session, task, event)
     row = insert(Checkpoint).values(
         id=new_id("ckp"),
         task_id=task.id,
@@ -37,12 +39,14 @@ def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None
         key=func.coalesce(_of_writer(Device.facts["key"].astext, event), ""),
         printed_epoch=event.printed[0] if event.printed else None,
         printed_lines=event.printed[1] if event.printed else None,
+        **ranks,
     )
     # The same bytes were saved again at the same step: so they exist now, even if they were lost
     # before.
-    there = {"damaged_at": None, "deleted_at": None}
+    there = {"damaged_at": None, "deleted_at": None, **ranks}
     same = [Checkpoint.task_id, Checkpoint.step, Checkpoint.sha256]
     session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
+    best_checkpoints.mark_best(session, task)
 
 
 def hold_for_store(session: Session, task: Task, event: messages.Paused) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from sqlalchemy import func, select, update
 
 from app.core.model.checkpoints.manifest import About
 from app.core.model.protocol.messages import CheckpointRef
+from app.data import datablocks
 from app.db.models import Checkpoint, Device, Request, RequestEvent, Task
-from app.scheduling import launch_order
+from app.scheduling import journal, launch_order
 from app.settings import settings
 from app.storage.signing import Signer
 from app.storage.store import Store, manifest
@@ -332,6 +333,135 @@ class TestFork:
         body["tasks"][0]["from_checkpoint"] = "the last one"
         answer = red.post("/v1/requests", json=body)
         problem(answer, 422, "validation-error", "/tasks/0/from_checkpoint")
+
+
+class TestBest:
+    """`from_checkpoint: NAME@best`, and what a checkpoint tells of its rank."""
+
+    RULE: ClassVar[dict[str, Any]] = {"metric": "loss", "goal": "min", "keep": 2}
+
+    def submit(self, client, name: str, *tasks: dict[str, Any]) -> dict[str, Any]:
+        """Submit jobs with RULE."""
+        body = descriptor(name=name)
+        (job,) = body["tasks"]
+        body["tasks"] = [{**job, "checkpoint": {"best": self.RULE}, **task} for task in tasks]
+        answer = client.post("/v1/requests", json=body)
+        assert answer.status_code == 202, answer.text
+        return answer.json()
+
+    def save(self, session, task_id: str, *values: float | None) -> list[str]:
+        """Add checkpoints of these values at steps 1, 2, ..., all of them marked as best."""
+        tenant = session.get_one(Task, task_id).tenant_id
+        session.add_all(
+            Checkpoint(
+                id=f"ckp_{task_id[-8:]}{n:024x}", task_id=task_id, tenant_id=tenant, epoch=1,
+                step=n, sha256=f"{n:064x}", size_bytes=1000, took_us=1,
+                best=value is not None, ranked_value=value, ranked_step=n,
+            )
+            for n, value in enumerate(values, 1)
+        )  # fmt: skip
+        session.commit()
+        return [f"ckp_{task_id[-8:]}{n:024x}" for n in range(1, len(values) + 1)]
+
+    def begin(self, client, where: str, **more: Any):
+        body = descriptor(**more)
+        body["tasks"][0]["from_checkpoint"] = where
+        return client.post("/v1/requests", json=body)
+
+    def refusal(self, client, where: str) -> str:
+        pointer = "/tasks/0/from_checkpoint"
+        told = problem(self.begin(client, where), 422, "validation-error", pointer)
+        (error,) = [each for each in told["errors"] if each["pointer"] == pointer]
+        return str(error["detail"])
+
+    def test_list_marks_the_best_and_tells_its_value(self, session, red):
+        (task,) = self.submit(red, "tune", {})["tasks"]
+        self.save(session, task["id"], 0.5, None)
+        listed = red.get(f"/v1/tasks/{task['id']}/checkpoints").json()["items"]
+        told = [(each["best"], each["ranked_value"], each["ranked_step"]) for each in listed]
+        assert told == [(False, None, 2), (True, 0.5, 1)]
+
+    def test_best_of_the_newest_request_of_the_name_is_taken_and_its_id_told(self, session, red):
+        (old,) = self.submit(red, "tune", {})["tasks"]
+        self.save(session, old["id"], 0.001)
+        made = self.submit(red, "tune", {})
+        (new,) = made["tasks"]
+        ids = self.save(session, new["id"], 0.5, 0.25, 0.75)
+        for where in ("tune@best", "tune/train@best", f"{made['id']}@best"):
+            answer = self.begin(red, where, name="tune-again")
+            assert answer.status_code == 202, answer.text
+            (task,) = answer.json()["tasks"]
+            assert (task["from_checkpoint"], task["step"]) == (ids[1], 2)
+            assert red.get(f"/v1/tasks/{task['id']}").json()["from_checkpoint"] == ids[1]
+        checked = red.post("/v1/requests:validate", json=self.body("tune@best")).json()
+        assert checked["tasks"][0]["descriptor"]["from_checkpoint"] == ids[1]
+
+    def body(self, where: str) -> dict[str, Any]:
+        body = descriptor()
+        body["tasks"][0]["from_checkpoint"] = where
+        return body
+
+    def test_best_of_a_lot_is_that_of_its_best_member(self, session, red):
+        lot = {"name": "trial", "array": {"count": 3, "at_once": 3}}
+        made = self.submit(red, "sweep", lot, {"name": "other"})
+        assert journal.look_at_lots(session)
+        members = session.scalars(
+            select(Task).where(Task.lot_index.is_not(None)).order_by(Task.lot_index)
+        ).all()
+        values = [(0.5, 0.25), (0.125, 0.75), (None, 0.3)]
+        saved = [self.save(session, m.id, *v) for m, v in zip(members, values, strict=True)]
+        for where, id in {
+            "sweep@best": saved[1][0],
+            "sweep/trial@best": saved[1][0],
+            "sweep/trial.0@best": saved[0][1],
+        }.items():
+            answer = self.begin(red, where)
+            assert answer.status_code == 202, answer.text
+            assert answer.json()["tasks"][0]["from_checkpoint"] == id
+        self.save(session, made["tasks"][1]["id"], 0.01)
+        told = self.refusal(red, "sweep@best")
+        assert "name one of them: sweep/other@best, sweep/trial@best" in told
+
+    def test_name_without_a_best_checkpoint_is_refused_with_advice(self, session, as_, red):
+        (plain,) = self.submit(red, "plain", {"checkpoint": {}})["tasks"]
+        self.save(session, plain["id"], None)
+        (tuned,) = self.submit(red, "tuned", {})["tasks"]
+        self.save(session, tuned["id"], None)
+        assert "submitted without checkpoint.best" in self.refusal(red, "plain@best")
+        told = self.refusal(red, "tuned/train@best")
+        assert "no checkpoint of tuned/train has a number as its loss yet" in told
+        assert "has no task 'tests'" in self.refusal(red, "tuned/tests@best")
+        assert "no request 'tined'; did you mean 'tuned'?" in self.refusal(red, "tined@best")
+        self.save_first(session, tuned["id"])
+        assert self.begin(red, "tuned@best").status_code == 202
+        assert "no request 'tuned'" in self.refusal(as_("blue.member"), "tuned@best")
+
+    def save_first(self, session, task_id: str) -> None:
+        row = session.scalars(select(Checkpoint).where(Checkpoint.task_id == task_id)).one()
+        row.best, row.ranked_value = True, 1.0
+        session.commit()
+
+    @pytest.mark.parametrize("column", ["damaged_at", "deleted_at"])
+    def test_checkpoint_of_no_use_is_not_the_best(self, session, red, column):
+        (task,) = self.submit(red, "tune", {})["tasks"]
+        first, second = self.save(session, task["id"], 0.25, 0.5)
+        setattr(session.get_one(Checkpoint, first), column, func.now())
+        session.commit()
+        assert self.begin(red, "tune@best").json()["tasks"][0]["from_checkpoint"] == second
+
+    def test_best_and_pinned_checkpoints_count_as_stored(self, session, red, monkeypatch):
+        (task,) = self.submit(red, "tune", {})["tasks"]
+        best, other = self.save(session, task["id"], 0.25, None)
+        assert datablocks.kept_bytes(session, "ten_red") == 1000
+        monkeypatch.setenv("ROUNDHOUSE_DATABLOCK_QUOTA_BYTES", "1999")
+        settings.cache_clear()
+        assert red.post(f"/v1/checkpoints/{best}/pin").status_code == 200
+        assert datablocks.kept_bytes(session, "ten_red") == 1000
+        told = problem(red.post(f"/v1/checkpoints/{other}/pin"), 409, "quota-exceeded")
+        assert "stores 1000 of at most 1999 bytes" in told["detail"]
+        session.get_one(Checkpoint, best).deleted_at = func.now()
+        session.commit()
+        assert red.post(f"/v1/checkpoints/{other}/pin").status_code == 200
 
 
 def test_a_bundle_and_a_checkpoint_need_no_folder_when_the_store_is_a_bucket(monkeypatch):

@@ -52,6 +52,7 @@ NAMED: dict[str, Any] = {
     "points": [[3, {"loss": 0.5}]],
     "network": {"connections": 2, "sent_bytes": 10},
     "peaks": {"memory_bytes": 7},
+    "ranked": {"step": 7, "value": 0.5},
     "waits_for": "bytes",
     "behind": "Rank 0 waits, and rank 1 runs.",
     "spec": TaskDescriptor(
