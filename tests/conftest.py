@@ -207,7 +207,12 @@ def _dispose(engine: Engine) -> None:
 
 
 def _forget() -> None:
-    """Forget what was made from settings; the engine stays, with the statements it has compiled."""
+    """Forget what was made from settings; the engine stays, with the statements it has compiled.
+
+    A thread that publishes nudges would read the settings anew between two tests, and keep those of
+    no test.
+    """
+    outbox.stop_nudging()
     settings.cache_clear()
     transactions._sessions.cache_clear()
     outbox.celery.cache_clear()

@@ -82,31 +82,55 @@ class Nudger(threading.Thread):
     def __init__(self, name: str, queue: str) -> None:
         super().__init__(name=f"nudge {queue}", daemon=True)
         self.message, self.queue = name, queue
-        self.wanted = threading.Event()
+        self.wanted, self.over = threading.Event(), threading.Event()
 
     def run(self) -> None:
         while True:
             self.wanted.wait()
+            if self.over.is_set():
+                return
             self.wanted.clear()
             hint(self.message, self.queue)
-            time.sleep(NUDGE_GAP_S)
+            self.over.wait(NUDGE_GAP_S)
+
+    def stop(self) -> None:
+        """End the thread, once what it is publishing has been published."""
+        self.over.set()
+        self.wanted.set()
+        self.join()
 
 
-@lru_cache
-def _nudger(message: str, queue: str) -> Nudger:
-    nudger = Nudger(message, queue)
-    nudger.start()
-    return nudger
+_nudgers: dict[str, Nudger] = {}  # by queue
+_making_nudgers = threading.Lock()
+
+
+def _nudge(message: str, queue: str) -> None:
+    with _making_nudgers:
+        if queue not in _nudgers:
+            _nudgers[queue] = Nudger(message, queue)
+            _nudgers[queue].start()
+        _nudgers[queue].wanted.set()
+
+
+def stop_nudging() -> None:
+    """End the threads that publish nudges; the next nudge starts a new one.
+
+    A nudge that was asked for and not yet published is dropped, as any hint may be.
+    """
+    with _making_nudgers:
+        for nudger in _nudgers.values():
+            nudger.stop()
+        _nudgers.clear()
 
 
 def nudge_control() -> None:
     """Tell control that something was submitted or asked for; returns at once."""
-    _nudger(broker.CONTROL_NUDGE, broker.CONTROL_QUEUE).wanted.set()
+    _nudge(broker.CONTROL_NUDGE, broker.CONTROL_QUEUE)
 
 
 def nudge_island(island: str) -> None:
     """Tell an island to look again; returns at once."""
-    _nudger(broker.ISLAND_NUDGE, broker.island_queue(island)).wanted.set()
+    _nudge(broker.ISLAND_NUDGE, broker.island_queue(island))
 
 
 def hint(message: str, queue: str, text: str = "") -> bool:
