@@ -29,6 +29,7 @@ from app.api.access import auth
 from app.api.access.scoped import operation_id
 from app.api.middleware import AtOnce, BodyLimit, KnownHosts, RequestId
 from app.api.routes import audit as audit_routes
+from app.api.routes import budgets as budget_routes
 from app.api.routes import bundles as bundle_routes
 from app.api.routes import checkpoints as checkpoint_routes
 from app.api.routes import datablocks as datablock_routes
@@ -100,6 +101,7 @@ def _routers() -> list[Any]:
         simulation_routes.router,
         tenant_routes.tenants,
         tenant_routes.users,
+        budget_routes.router,
         webhook_routes.router,
         secret_routes.router,
         device_routes.router,

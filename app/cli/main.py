@@ -17,7 +17,7 @@ from app.cli.root_command import app
 from app.cli.verbs import service, submit, work
 from app.cli.interactive import tunnels, sessions, notebooks
 from app.cli.verbs import data, running_files, environments, mounts, container_images
-from app.cli.verbs import actions, secrets, fleet, admin
+from app.cli.verbs import actions, secrets, fleet, admin, budgets
 
 # isort: on
 
@@ -37,6 +37,7 @@ MODULES = (
     secrets,
     fleet,
     admin,
+    budgets,
 )
 
 __all__ = ["MODULES", "app", "main"]

@@ -1121,6 +1121,38 @@ def _limits(value: JSON) -> str | None:
     return "; ".join(told) or None
 
 
+BUDGET = [
+    Column("KIND", lambda k: "all kinds" if k["kind"] == "*" else k["kind"]),
+    Column("GRANTED", lambda k: device_hours(k["granted_hours"]), right=True),
+    Column("CARRIED", lambda k: device_hours(k["carried_hours"]), right=True),
+    Column("ADJUSTED", lambda k: device_hours(k["adjusted_hours"]), right=True),
+    Column("SPENT", lambda k: device_hours(k["spent_hours"]), right=True),
+    Column("LEFT", lambda k: device_hours(k["left_hours"]), right=True),
+    Column("RUNS OUT", lambda k: k["runs_out_at"] and k["runs_out_at"][:10]),
+    Column("IN FORCE", lambda k: k["in_force"]),
+]
+
+
+def device_hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if abs(hours) >= 10 else f"{hours:.3g} h"
+
+
+def budget(value: JSON) -> RenderableType:
+    """Show a budget and what is spent of it in this period."""
+    terms = value["budget"]
+    period = terms["period"]
+    shown = facts(
+        [
+            ("period", period if isinstance(period, str) else counted(period["days"], "day")),
+            ("from", f"{value['begins_at'][:16]} to {value['ends_at'][:16]} (UTC)"),
+            ("begins at midnight of", terms["timezone"]),
+            ("then", ", ".join(f"at {p} % {action}" for p, action in terms["at"].items())),
+            ("carries over", f"{terms['carry']:.0%} of what is left" if terms["carry"] else None),
+        ]
+    )
+    return Group(shown, Text(), table(value["kinds"], BUDGET))
+
+
 def me(value: JSON) -> list[tuple[str, object]]:
     return [("user", value["user"]), ("tenant", value["tenant"]), ("role", value["role"])]
 

@@ -34,6 +34,7 @@ from app.db.models import (
     ApiKey,
     AuditEvent,
     Base,
+    BudgetPeriod,
     Checkpoint,
     Datablock,
     Device,
@@ -73,6 +74,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
         "network",
         "user_defaults",
         "tier",
+        "budget",
     ),
     User: (
         "tenant_id",
@@ -85,7 +87,9 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
         "max_queued",
         "max_sessions",
         "max_duration_s",
+        "budget",
     ),
+    BudgetPeriod: ("adjustments",),
     ApiKey: ("user_id", "role", "scopes", "name", "replaced_by", "expires_at", "revoked_at"),
     Secret: ("tenant_id", "user_id", "name", "set_by", "set_at"),
     Webhook: ("tenant_id", "url", "events", "rotated_at", "disabled_at"),
@@ -102,7 +106,7 @@ _ASKED: dict[type[Base], tuple[str, ...]] = {
     Environment: ("state",),
 }
 _COLUMNS = WATCHED | _ASKED | {Checkpoint: ()}
-_KINDS: dict[type[Base], str] = {ApiKey: "key"}
+_KINDS: dict[type[Base], str] = {ApiKey: "key", BudgetPeriod: "budget"}
 
 _LOCK = 0x6175646974  # key of an advisory lock; unique in this database
 

@@ -29,6 +29,7 @@ from sqlalchemy.orm import Session
 from app.core.explanation import waiting_reasons as says
 from app.core.explanation.estimator import Estimate, Unknown
 from app.core.explanation.waiting_reasons import Ahead, Blockers
+from app.core.fairness import budget
 from app.core.fairness.fair_tree import Branch, above, lane
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
 from app.core.model.rungs import HELD_AT_RUNG
@@ -420,6 +421,8 @@ class _Kept:
                 limit=row.limit,
                 most_running=row.max_running,
                 carried_us=int(row.carried),
+                exhausted=row.exhausted,
+                budget_ends_s=float(row.budget_ends_s or 0.0),
             )
             for line in self.in_line.values():
                 line.stale.add(row.id)
@@ -594,7 +597,8 @@ class _Picture:
             return None
         widths, unit = self.line.widths[kind][id], self.unit(kind)
         used = self.kept.used[id] + tenant.carried_us
-        bound = tenant.guarantee or tenant.limit or tenant.most_running is not None
+        bound = bool(tenant.guarantee or tenant.limit or tenant.exhausted)
+        bound |= tenant.most_running is not None
         if bound or id in self.board.tenants:
             if not self._has_room(kind, tenant):
                 return None
@@ -620,7 +624,8 @@ class _Picture:
         """
         if tenant.id in self.board.tenants:
             return self.board.tree.branches[self.board.path_of(tenant.id)].room(lane(kind))
-        shut = any(tenant.limit.get(each, 1) < 1 for each in (kind, "*"))
+        limit = budget.bounds(tenant.limit, tenant.exhausted)
+        shut = any(limit.get(each, 1) < 1 for each in (kind, "*"))
         return not shut and tenant.most_running != 0
 
     def _party(
@@ -823,7 +828,9 @@ _HORIZON = text("select pg_snapshot_xmin(pg_current_snapshot())::text")
 _TENANTS = text(
     """
     select t.id, t.name, t.parent_id, t.weight_milli, t.carried, t.guarantee,
-           t."limit", t.max_running, coalesce(p.parent_id is null, false) as under_root
+           t."limit", t.max_running, t.exhausted,
+           extract(epoch from t.budget_ends_at) as budget_ends_s,
+           coalesce(p.parent_id is null, false) as under_root
     from tenants t left join tenants p on p.id = t.parent_id
     where t.txid >= cast(:since as xid8)
     """

@@ -200,6 +200,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         paces=reports.paces(session, [task.id for task in running[:RUNNING_SHOWN]]),
         devices=devices,
         network=_may_reach(session, caller.tenant_id) if mine else "",
+        budgets=reports.burn_downs(session, caller.tenant_id, caller.user_id) if mine else [],
         happened=reports.events(session, tenant, without=charts.ROUTINE, limit=10),
         **_usage(session, tenant, window, now, devices=len(devices)),
     )

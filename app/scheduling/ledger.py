@@ -23,6 +23,7 @@ from app.core.model.snapshot import IdleCreditFloor
 from app.db import tenant_tree, transactions
 from app.db.models import Account, Base, LedgerBase, Placement, Tenant, Usage, User
 from app.db.models import Lift as LiftRow
+from app.scheduling import budgets
 from app.scheduling.round_notes import notes_of
 from app.settings import settings
 
@@ -80,7 +81,8 @@ def note(session: Session, placement: Placement, held_us: int) -> int:
     held = held_us - placement.held_us
     charged = _cost_us(placement, held_us) - _cost_us(placement, placement.held_us)
     placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
-    note_sums(session, (placement.user_id, placement.tenant_id, placement.kind), held, charged)
+    account = (placement.user_id, placement.tenant_id, placement.kind)
+    note_sums(session, account, held, charged, over_us=held)
     return charged
 
 
@@ -90,10 +92,19 @@ def _cost_us(placement: Placement, held_us: int) -> int:
 
 
 def note_sums(
-    session: Session, account: tuple[str, str, str], held_us: int, charged_us: int
+    session: Session,
+    account: tuple[str, str, str],
+    held_us: int,
+    charged_us: int,
+    *,
+    over_us: int,
 ) -> None:
-    """Add to the notes what a statement has added to placements of a (user, tenant, kind)."""
+    """Add to the notes what a statement has added to placements of a (user, tenant, kind).
+
+    The charge was made over the last `over_us`: the time of the placement that held longest.
+    """
     noted = notes_of(session).charges
+    notes_of(session).spans.append((account, over_us, charged_us))
     old = noted.get(account, (0, 0, 0))
     faded = _faded(session, charged_us)
     noted[account] = old[0] + held_us, old[1] + charged_us, old[2] + faded
@@ -113,6 +124,7 @@ def book(session: Session) -> None:
     """Write all notes: one row for each account and bucket, however many charges there were."""
     notes = notes_of(session)
     noted, notes.charges = notes.charges, {}
+    spans, notes.spans = notes.spans, []
     if not noted:
         return
     bucket_s = settings().usage_bucket_s
@@ -131,6 +143,7 @@ def book(session: Session) -> None:
         for (user, tenant), (faded, total) in accounts.items()
     ]
     session.connection().execute(_ACCOUNT, sums)
+    budgets.spend(session, spans)
 
 
 def _grow(table: Table, *columns: str) -> Insert:

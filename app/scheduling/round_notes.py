@@ -20,6 +20,7 @@ class RoundNotes:
     closed    (task, epoch) of stays that ended: their orders need no answer
     waiting   by queue, as the columns of `lines`: by how many more tasks wait there
     charges   by (user, tenant, kind): held, charged and faded micro-device-seconds
+    spans     each of these charges alone: whose, over how many µs, micro-device-seconds
     orders    rows that are sent after the commit
     events    what is told about requests and tasks, in this order: columns of `events` by name
     members   tasks that ended and are members of lots
@@ -31,6 +32,7 @@ class RoundNotes:
     closed: set[tuple[str, int]] = field(default_factory=set)
     waiting: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     charges: dict[tuple[str, str, str], tuple[int, int, int]] = field(default_factory=dict)
+    spans: list[tuple[tuple[str, str, str], int, int]] = field(default_factory=list)
     orders: list[OutboxOrder] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     members: list[Task] = field(default_factory=list)

@@ -91,7 +91,8 @@ def policy(base: LedgerBase) -> Policy:
 def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, BoardUser]:
     whose = (UserRow.id, UserRow.tenant_id, UserRow.weight_milli, UserRow.carried)
     bounds = (UserRow.limit, UserRow.max_running, TenantRow.user_defaults)
-    query = select(*whose, *bounds, Account.faded)
+    spent = (UserRow.exhausted, UserRow.budget_ends_at)
+    query = select(*whose, *bounds, *spent, Account.faded)
     query = query.join(TenantRow, TenantRow.id == UserRow.tenant_id)
     query = query.outerjoin(Account, Account.user_id == UserRow.id)
     rows = session.execute(query if where is None else query.where(where))
@@ -104,6 +105,8 @@ def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[st
             carried_us=int(row.carried),
             limit=bound_of(row, "limit") or {},
             most_running=bound_of(row, "max_running"),
+            exhausted=row.exhausted,
+            budget_ends_s=_seconds(row.budget_ends_at) or 0.0,
         )
         for row in rows
     }
@@ -135,6 +138,8 @@ def tenants(session: Session) -> dict[str, BoardTenant]:
             limit=row.limit,
             most_running=row.max_running,
             carried_us=int(row.carried),
+            exhausted=row.exhausted,
+            budget_ends_s=_seconds(row.budget_ends_at) or 0.0,
         )
         for row in rows
     }

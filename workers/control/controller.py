@@ -18,7 +18,7 @@ from app.db import transactions
 from app.db.models import Island
 from app.intake import island_assignment, sessions, tunnels
 from app.messaging import broker, outbox
-from app.scheduling import gang_tickets, housekeeping, journal
+from app.scheduling import budgets, gang_tickets, housekeeping, journal
 from app.scheduling.housekeeping import Sweeper
 from app.settings import settings
 from workers.control.loop import Loop, keep
@@ -66,6 +66,8 @@ class Control(Loop):
         with transactions.transaction() as session:
             undecided = journal.decide_needs(session)
             journal.settle(session)
+        with transactions.transaction() as session:
+            wished |= budgets.look(session)
         # In a transaction of its own, as rows of lots are locked after tasks.
         with transactions.transaction() as session:
             more = journal.look_at_lots(session)
@@ -74,7 +76,7 @@ class Control(Loop):
             assigned, after = island_assignment.assign_new(session, after=self.assigned_until)
             touched |= assigned | gang_tickets.try_again(session)
             # A nudge for a requested action (pause, cancel, ...) names no island, so every island
-            # looks.
+            # looks. So it does when a budget is used, or its next period begins.
             islands = set(session.scalars(select(Island.name))) if wished else touched
         for island in sorted(islands):
             outbox.hint(broker.ISLAND_NUDGE, broker.island_queue(island))

@@ -16,8 +16,10 @@ from sqlalchemy import exists, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from app.api import budget_values
 from app.api.access.auth import NO_SECRET, AnyAdmin, Authed, Caller, check_role, id_of, new_key
 from app.api.access.visibility import of_caller, visible
+from app.api.budget_values import budget_from
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
@@ -48,7 +50,7 @@ from app.db.transactions import Db, after_commit
 from app.db.user_limits import LIMITS
 from app.errors import BadInput, Conflict, Forbidden, NotFound
 from app.messaging import outbox
-from app.scheduling import ledger
+from app.scheduling import budgets, ledger
 
 tenants = v1_router("tenants")
 users = v1_router("users and keys")
@@ -93,6 +95,7 @@ def create_tenant(
     _add(session, tenant, f"{parent.name} already has a child tenant named {body.name!r}")
     if body.guarantee:
         _check_promises(session, caller, tenant, before, "guarantee")
+    _take_budget(session, tenant, body)
     response.headers["Location"] = f"/v1/tenants/{tenant.id}"
     return _tenant_out(session, response, tenant)
 
@@ -116,7 +119,7 @@ def list_tenants(
 )
 def get_tenant(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows the tenant's share and quota, and its `ETag` for a change."""
-    return _tenant_out(session, response, _visible_tenant(session, caller, id))
+    return _tenant_out(session, response, visible_tenant(session, caller, id))
 
 
 @tenants.patch(
@@ -138,12 +141,13 @@ def change_tenant(
 
     A tenant admin may change the tenants below the own one, but not the own one.
     """
-    tenant = _tenant_to_change(session, caller, id)
+    tenant = tenant_to_change(session, caller, id)
     tenant_tree.lock(session)
     promised = body.guarantee is not None or body.parent_id is not None
     before = _promised(session, caller) if promised else {}
-    transactions.lock_again(session, tenant)
+    _lock(session, tenant, body)
     check_version(if_match, tenant.version)
+    _take_budget(session, tenant, body)
     if body.parent_id is not None:
         tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
         _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
@@ -161,7 +165,7 @@ def change_tenant(
     if promised:
         changed = "parent_id" if body.guarantee is None else "guarantee"
         _check_promises(session, caller, tenant, before, changed)
-    _tell_islands(session)
+    tell_islands(session)
     return _tenant_out(session, response, tenant)
 
 
@@ -169,6 +173,24 @@ def _reweigh(session: Session, row: Tenant | User, body: TenantPatch | UserPatch
     if body.weight is not None or body.for_past_usage:
         weight_milli = row.weight_milli if body.weight is None else round(body.weight * 1000)
         ledger.reweigh(session, row, weight_milli, past=body.for_past_usage)
+
+
+def _lock(session: Session, row: Tenant | User, body: TenantPatch | UserPatch) -> None:
+    """Lock a row for a change; before it the usage, if the budget changes."""
+    if "budget" in body.model_fields_set:
+        budgets.lock_usage(session)
+    transactions.lock_again(session, row)
+
+
+def _take_budget(
+    session: Session, row: Tenant | User, body: TenantIn | TenantPatch | UserIn | UserPatch
+) -> None:
+    """Set the budget that is given; null removes it.  The row is locked, or new."""
+    if "budget" not in body.model_fields_set:
+        return
+    given = body.budget
+    it = None if given is None else budget_from(given, now=transactions.now(session))
+    budgets.set_budget(session, row, it)
 
 
 def _defaults(given: UserDefaults) -> dict[str, Any]:
@@ -212,7 +234,7 @@ def delete_tenant(id: str, caller: Authed, session: Db) -> None:
     """Deletes an empty tenant.  A tenant with users, requests or tenants below it stays, because
     its usage is part of the accounts.  A tenant with webhooks stays until these are deleted.
     """
-    tenant = _tenant_to_change(session, caller, id)
+    tenant = tenant_to_change(session, caller, id)
     tenant_tree.lock(session)
     if there := _belongings(session, tenant):
         raise Conflict(
@@ -220,7 +242,7 @@ def delete_tenant(id: str, caller: Authed, session: Db) -> None:
         )
     session.delete(tenant)
     _flush(session, f"{tenant.name} is no longer empty")
-    _tell_islands(session)
+    tell_islands(session)
 
 
 def _belongings(session: Session, tenant: Tenant) -> list[str]:
@@ -235,15 +257,15 @@ def _belongings(session: Session, tenant: Tenant) -> list[str]:
     return [what for what, there in zip(owned, found, strict=True) if there]
 
 
-def _visible_tenant(session: Session, caller: Caller, id: str) -> Tenant:
+def visible_tenant(session: Session, caller: Caller, id: str) -> Tenant:
     tenant = session.scalar(select(Tenant).where(Tenant.id == id, of_caller(caller, Tenant.id)))
     if tenant is None:
         raise NotFound("tenant", id)
     return tenant
 
 
-def _tenant_to_change(session: Session, caller: Caller, id: str) -> Tenant:
-    tenant = _visible_tenant(session, caller, id)
+def tenant_to_change(session: Session, caller: Caller, id: str) -> Tenant:
+    tenant = visible_tenant(session, caller, id)
     check_role(caller, "platform_admin", "tenant_admin")
     if id == caller.tenant_id and not caller.sees_all:
         told = "a tenant_admin may change only tenants below the own tenant"
@@ -274,7 +296,7 @@ def _new_parent(session: Session, caller: Caller, tenant: Tenant, id: str) -> st
     return parent.id
 
 
-def _tell_islands(session: Session) -> None:
+def tell_islands(session: Session) -> None:
     """Wake the islands: a new weight or quota may let waiting tasks start."""
     for name in session.scalars(select(Island.name)):
         after_commit(session, partial(outbox.nudge_island, name))
@@ -288,7 +310,11 @@ def _tenant_out(session: Session, response: Response, tenant: Tenant) -> dict[st
 
 def _shown(tenant: Tenant) -> dict[str, Any]:
     shown = {name: getattr(tenant, name, None) for name in TenantOut.model_fields}
-    return {**shown, "weight": tenant.weight_milli / 1000}
+    return {
+        **shown,
+        "weight": tenant.weight_milli / 1000,
+        "budget": budget_values.shown(tenant.budget),
+    }
 
 
 # --- the network --------------------------------------------------------------------------------
@@ -433,6 +459,7 @@ def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db)
     )
     _limit_user(user, body)
     _add(session, user, f"the tenant already has a user named {body.name!r}")
+    _take_budget(session, user, body)
     response.headers["Location"] = f"/v1/users/{user.id}"
     return _user_out(session, response, user)
 
@@ -487,8 +514,9 @@ def change_user(
     """
     user = visible(session, caller, User, id)
     check_role(caller, "platform_admin", "tenant_admin")
-    transactions.lock_again(session, user)
+    _lock(session, user, body)
     check_version(if_match, user.version)
+    _take_budget(session, user, body)
     if body.name is not None:
         user.name = body.name
         _flush(session, f"the tenant already has a user named {body.name!r}")
@@ -496,7 +524,7 @@ def change_user(
     _limit_user(user, body)
     user.version += 1
     session.flush()
-    _tell_islands(session)
+    tell_islands(session)
     return _user_out(session, response, user)
 
 
@@ -529,7 +557,11 @@ def _user_out(session: Session, response: Response, user: User) -> dict[str, Any
 
 def _user_shown(user: User) -> dict[str, Any]:
     shown = {name: getattr(user, name, None) for name in UserOut.model_fields}
-    return {**shown, "weight": user.weight_milli / 1000}
+    return {
+        **shown,
+        "weight": user.weight_milli / 1000,
+        "budget": budget_values.shown(user.budget),
+    }
 
 
 # --- keys ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from app.api.schemas.base import (
     example,
     example_of,
 )
+from app.api.schemas.budgets import BudgetIn, BudgetSet
 from app.api.times import Time
 from app.core.model.descriptor import MAX_DURATION_S
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
@@ -70,6 +71,10 @@ _USER_SESSIONS = "Maximum number of the user's sessions that have not ended."
 _USER_DURATION = "Maximum of `max_duration_s` of the user's tasks, and the default if it is less."
 _ELSE = " Null: as the tenant's `user_defaults` say, or no limit."
 Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False, strict=False)]
+_BUDGET = (
+    "Device-hours that may be charged in a period, and what follows when they are used; null: no "
+    "budget."
+)
 _TIER = "The highest tier for requests of this tenant and its child tenants."
 
 
@@ -111,12 +116,13 @@ class TenantIn(In):
     network: Network | None = Field(None, description=_NETWORK)
     user_defaults: UserDefaults = Field(UserDefaults(), description=_USER_DEFAULTS)
     tier: Tier = Field("standard", description=_TIER)
+    budget: BudgetIn | None = Field(None, description=_BUDGET)
 
 
 class TenantPatch(In):
     """A change of a tenant; fields that are left out stay unchanged.  `guarantee`, `limit`,
     `network` and `user_defaults` are replaced as a whole; null removes `max_running`, `max_queued`,
-    `idle_pause_s`, `session_end_s` and `network`.
+    `idle_pause_s`, `session_end_s`, `network` and `budget`.
     """
 
     model_config = example(weight=3.0, limit={"cuda": 6}, max_queued=None)
@@ -133,6 +139,7 @@ class TenantPatch(In):
     network: Network | None = Field(None, description=_NETWORK)
     user_defaults: UserDefaults | None = Field(None, description=_USER_DEFAULTS)
     tier: Tier | None = Field(None, description=_TIER)
+    budget: BudgetIn | None = Field(None, description=_BUDGET)
 
 
 class TenantOut(Out):
@@ -150,6 +157,7 @@ class TenantOut(Out):
         network=["huggingface.co:443", "*.pypi.org:443"],
         user_defaults={"max_running": 8},
         tier="standard",
+        budget=None,
         version=1,
         created_at=EXAMPLE_AT,
     )
@@ -166,6 +174,7 @@ class TenantOut(Out):
     network: list[str] | None = Field(description=_NETWORK)
     user_defaults: UserDefaults = Field(description=_USER_DEFAULTS)
     tier: Tier = Field(description=_TIER)
+    budget: BudgetSet | None = Field(description=_BUDGET)
     version: int
     created_at: datetime
 
@@ -187,6 +196,7 @@ class UserIn(In):
     max_queued: Count | None = Field(None, description=_USER_QUEUED + _ELSE)
     max_sessions: Count | None = Field(None, description=_USER_SESSIONS + _ELSE)
     max_duration_s: Seconds | None = Field(None, description=_USER_DURATION + _ELSE)
+    budget: BudgetIn | None = Field(None, description=_BUDGET)
 
 
 class UserPatch(In):
@@ -201,6 +211,7 @@ class UserPatch(In):
     max_queued: Count | None = Field(None, description=_USER_QUEUED + _ELSE)
     max_sessions: Count | None = Field(None, description=_USER_SESSIONS + _ELSE)
     max_duration_s: Seconds | None = Field(None, description=_USER_DURATION + _ELSE)
+    budget: BudgetIn | None = Field(None, description=_BUDGET)
 
 
 class UserOut(Out):
@@ -215,6 +226,7 @@ class UserOut(Out):
         max_queued=None,
         max_sessions=None,
         max_duration_s=None,
+        budget=None,
         version=1,
         created_at=EXAMPLE_AT,
     )
@@ -228,6 +240,7 @@ class UserOut(Out):
     max_queued: int | None = Field(description=_USER_QUEUED + _ELSE)
     max_sessions: int | None = Field(description=_USER_SESSIONS + _ELSE)
     max_duration_s: float | None = Field(description=_USER_DURATION + _ELSE)
+    budget: BudgetSet | None = Field(description=_BUDGET)
     version: int
     created_at: datetime
 

@@ -54,6 +54,8 @@ CODES = {
     "NO_DEVICE_UP": "ask_admin",
     "DEVICE_DRAINED": "ask_admin",
     "TOO_FEW_DEVICES": "ask_admin",
+    "BUDGET_EXHAUSTED": "wait",
+    "BUDGET_DEMOTED": "wait",
     "USER_LIMIT": "ask_admin",
     "USER_RUNNING_LIMIT": "ask_admin",
     "TENANT_LIMIT": "ask_admin",
@@ -138,6 +140,7 @@ CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF", "STORE_REFUSES"}) | {
     "NO_DEVICE_UP",
     "DEVICE_DRAINED",
     "TOO_FEW_DEVICES",
+    "BUDGET_EXHAUSTED",
     "USER_LIMIT",
     "USER_RUNNING_LIMIT",
     "TENANT_LIMIT",
@@ -163,15 +166,21 @@ class Standing:
     theirs_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shut:
-    """Describes a user or tenant at its limit."""
+    """Describes a user or tenant at its limit, or with an exhausted budget.
+
+    `action` is what the budget has put in force (`core.fairness.budget`), until `until_s` at most;
+    "" for a limit.
+    """
 
     # OF_USER for the user, 0 for the task's own tenant, 1 for the tenant above, and so on
     above: int
     kind: str  # kind of device; "*" for devices of all kinds together, "" for running tasks
     held: int  # number that the user or tenant holds
     limit: int  # number that it may hold
+    action: str = ""
+    until_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +215,9 @@ class Blockers:
     lent: int = 0  # number of devices lent to tasks that hold more than they need
     kept: bool = False  # True: the free devices are kept for a gang that waited longer
     offered: bool = False  # True: the free devices are about to be assigned
-    shut: tuple[Shut, ...] = ()  # tenants, from the task's own upwards, that are at a limit
+    # user and tenants, from the task's own upwards, that are at a limit or may start nothing
+    shut: tuple[Shut, ...] = ()
+    behind: tuple[Shut, ...] = ()  # those whose budget puts them behind all others
     host: str | None = None
     pinned_to: tuple[str, ...] = ()
     pin_is_free: bool = False
@@ -694,10 +705,32 @@ def company(task: BoardTask, others: int) -> str:
 
 def _limits(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     for shut in seen.shut:
-        if shut.kind:
+        if shut.action:
+            yield _budget(shut)
+        elif shut.kind:
             yield _limit(task, shut)
         else:
             yield _running(shut)
+
+
+def _budget(shut: Shut) -> Reason:
+    """Return what an exhausted budget does, and when the next period begins."""
+    of = "" if shut.kind == "*" else f" for {shut.kind} devices"
+    whose = "A tenant above yours has used its" if shut.above else "Your tenant has used its"
+    if shut.above == OF_USER:
+        whose = "You have used your"
+    told = f"{whose} budget{of}: {_BUDGET_DOES[shut.action]}."
+    until = f"the next period begins ({clock(shut.until_s)}), or an administrator adds to it"
+    change = Change(action="wait_until", value=shut.until_s)
+    code = "BUDGET_DEMOTED" if shut.action == "demote" else "BUDGET_EXHAUSTED"
+    return _reason(code, told, until, change)
+
+
+_BUDGET_DOES = {
+    "demote": "it gets only devices that nobody else wants",
+    "hold": "nothing new starts",
+    "pause": "nothing starts, and what ran is paused",
+}
 
 
 def _limit(task: BoardTask, shut: Shut) -> Reason:
@@ -746,6 +779,9 @@ def _running(shut: Shut) -> Reason:
 
 
 def _fairness(seen: Blockers, ahead: Ahead) -> Iterator[Reason]:
+    if seen.behind:  # usage no longer decides
+        yield from map(_budget, seen.behind)
+        return
     for code, who, standing, others in (
         ("TENANT_OVER_FAIR_SHARE", "Your tenant", seen.tenant, ahead.tenants),
         ("USER_OVER_FAIR_SHARE", "You", seen.user, ahead.users),

@@ -147,8 +147,8 @@ class Branch(_Account):
     """
 
     __slots__ = (
-        "carried", "children", "depth", "grown", "guarantee", "held", "inner", "lifts", "limit",
-        "lines", "most_running", "name", "parent", "path", "running", "since", "top",
+        "carried", "children", "depth", "exhausted", "grown", "guarantee", "held", "inner", "lifts",
+        "limit", "lines", "most_running", "name", "parent", "path", "running", "since", "top",
     )  # fmt: skip
 
     def __init__(self, path: Path, parent: Branch | None) -> None:
@@ -161,6 +161,8 @@ class Branch(_Account):
         self.guarantee: Mapping[str, int] = {}
         self.limit: Mapping[str, int] = {}
         self.most_running: int | None = None
+        # what its budget has put in force by kind; `limit` is 0 where that stops new work
+        self.exhausted: Mapping[str, str] = {}
         # devices that running tasks need, by kind, and in total under ALL
         self.held: Counter[str] = Counter()
         # devices held beyond the need, by kind and under ALL: lent until other tasks need them
@@ -186,7 +188,17 @@ class Branch(_Account):
         """True if the branch holds more than its limits, because these were lowered (rule F4)."""
         if self.most_running is not None and self.running > self.most_running:
             return True
-        return any(self.held[kind] > most for kind, most in self.limit.items())
+        return any(self.held[kind] > most for kind, most in self.taken_back())
+
+    def taken_back(self) -> Iterator[tuple[str, int]]:
+        """Yield each kind with its limit, except kinds whose holders a budget lets go on."""
+        kept = self.exhausted
+        return ((kind, most) for kind, most in self.limit.items() if kept.get(kind) != "hold")
+
+    @property
+    def is_demoted(self) -> bool:
+        """True if a budget has put the branch behind its siblings."""
+        return "demote" in self.exhausted.values()
 
     def borrows(self, lane: Lane) -> bool:
         """True if the branch exceeds its guarantee with one more task of this lane (rule F4)."""

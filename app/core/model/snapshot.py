@@ -83,6 +83,9 @@ class BoardTenant:
     # Faded usage that counts in comparisons only, because the weight has changed
     # (`core.fairness.usage_decay.carried_over`).
     carried_us: int = 0
+    # what its budget has put in force, by kind of device (`core.fairness.budget`), and until when
+    exhausted: Mapping[str, str] = field(default_factory=dict)
+    budget_ends_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "weight", self.weight)
@@ -92,7 +95,7 @@ class BoardTenant:
 class BoardUser:
     """Describes a user, with its decayed usage `faded_us` (`core.fairness.usage_decay`, rule F2).
 
-    `carried_us` is as in `BoardTenant`, and so are the limits: they hold for the user alone.
+    The rest is as in `BoardTenant`; the limits and the budget hold for the user alone.
     """
 
     id: str
@@ -102,6 +105,8 @@ class BoardUser:
     carried_us: int = 0
     limit: Mapping[str, int] = field(default_factory=dict)
     most_running: int | None = None
+    exhausted: Mapping[str, str] = field(default_factory=dict)
+    budget_ends_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "weight", self.weight)

@@ -111,7 +111,8 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
         holders[id] = []
     busy = [board.stays[found[0]] for found in holders.values() if found]
     kept_for = sum(not holders[id] and id in board.kept_for for id in open_)
-    free, shut = len(open_) - len(busy) - kept_for, tuple(_shut(board, task))
+    free, found = len(open_) - len(busy) - kept_for, tuple(_shut(board, task))
+    shut = tuple(each for each in found if each.action != "demote")
     pins = board.pins(task)
     lent = sum(offer.suits for offer in elastic.offers(board, task))
     could = free + lent >= task.width and not shut and not pins
@@ -128,6 +129,7 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
         kept=kept,
         offered=(could and not kept) or (pin_is_free and not shut),
         shut=shut,
+        behind=tuple(each for each in found if each.action == "demote"),
         turn_s=slice_us(board.policy, task) / 1e6,
         host=host,
         pinned_to=pins,
@@ -228,15 +230,26 @@ def _gangs(board: Board, kind: str) -> bool:
 
 
 def _shut(board: Board, task: BoardTask) -> Iterator[Shut]:
-    """Yield each limit above the task that it would exceed (rule F4)."""
+    """Yield each limit above the task that it would exceed (rule F4), and each budget that is
+    exhausted.
+    """
     for up, branch in enumerate(above(board.leaf(task)), start=OF_USER):
         for kind in (task.kind, ALL):
-            limit = branch.limit.get(kind)
-            if limit is not None and branch.held[kind] + task.width > limit:
-                yield Shut(above=up, kind=kind, held=branch.held[kind], limit=limit)
+            limit, held = branch.limit.get(kind), branch.held[kind]
+            if (action := branch.exhausted.get(kind)) is not None:
+                ends_s = _budget_ends_s(board, branch)
+                yield Shut(up, kind, held, limit or 0, action=action, until_s=ends_s)
+            elif limit is not None and held + task.width > limit:
+                yield Shut(up, kind, held, limit)
         most = branch.most_running
         if most is not None and branch.running >= most:
-            yield Shut(above=up, kind="", held=branch.running, limit=most)
+            yield Shut(up, "", branch.running, most)
+
+
+def _budget_ends_s(board: Board, branch: Branch) -> float:
+    """Return when the period of the budget of a tenant or user ends."""
+    known = board.tenants.get(branch.name) or board.users[branch.name]
+    return known.budget_ends_s
 
 
 def _why_held(board: Board, stay: BoardStay, task: BoardTask) -> _Held:

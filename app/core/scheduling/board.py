@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from itertools import chain, islice
 from operator import itemgetter
 
+from app.core.fairness import budget
 from app.core.fairness.dominant_resource import dominant_cost
 from app.core.fairness.fair_tree import (
     Branch,
@@ -219,10 +220,11 @@ class Board:
         """Add a tenant, or change the values of a tenant that keeps its place in the tree."""
         self.tenants[tenant.id] = tenant
         branch = self._plant(tenant)
+        guarantee = budget.promises(tenant.guarantee, tenant.exhausted)
         self._promise(branch, branch.guarantee, -1)
-        self._promise(branch, tenant.guarantee, 1)
-        branch.guarantee = tenant.guarantee
-        branch.limit, branch.most_running = tenant.limit, tenant.most_running
+        self._promise(branch, guarantee, 1)
+        branch.guarantee = guarantee
+        _bound(branch, tenant)
         if branch.exceeds:
             self.over[branch] = None
         self._weigh(branch, tenant, (tenant.id, ""))
@@ -242,7 +244,7 @@ class Board:
             )
             self.set_lift(rescaled)
             self.memory.lifted[*whose, kind] = rescaled
-        self.tree.carry(branch, it.carried_us * MILLI)
+        self.tree.carry(branch, _carried(it))
 
     def _plant(self, tenant: BoardTenant) -> Branch:
         path = self.path_of(tenant.id)
@@ -252,15 +254,11 @@ class Board:
             return self.tree.branches[path]
         if tenant.parent is not None:
             self._plant(self.tenants[tenant.parent])
-        branch = self.tree.add(
-            path,
-            weight=tenant.weight,
-            guarantee=tenant.guarantee,
-            limit=tenant.limit,
-            most_running=tenant.most_running,
-        )
-        self._promise(branch, tenant.guarantee, 1)
-        self.tree.carry(branch, tenant.carried_us * MILLI)
+        guarantee = budget.promises(tenant.guarantee, tenant.exhausted)
+        branch = self.tree.add(path, weight=tenant.weight, guarantee=guarantee)
+        _bound(branch, tenant)
+        self._promise(branch, guarantee, 1)
+        self.tree.carry(branch, _carried(tenant))
         return branch
 
     def _promise(self, branch: Branch, guarantee: Mapping[str, int], sign: int) -> None:
@@ -273,12 +271,11 @@ class Board:
         self.users[user.id] = user
         path = (*self.path_of(user.tenant), user.id)
         leaf = self.tree.branches.get(path) or self.tree.add(path, weight=user.weight)
-        if (leaf.limit, leaf.most_running) != (user.limit, user.most_running):
-            leaf.limit, leaf.most_running = user.limit, user.most_running
+        if _bound(leaf, user):
             self.tree.refresh(leaf)
             if leaf.exceeds:
                 self.over[leaf] = None
-        if (leaf.weight, leaf.carried) != (user.weight, user.carried_us * MILLI):
+        if (leaf.weight, leaf.carried) != (user.weight, _carried(user)):
             self._weigh(leaf, user, (user.tenant, user.id))
         if old is None or old.faded_us != user.faded_us:
             self._settle(leaf, user)
@@ -1273,3 +1270,19 @@ def _conditional(task: BoardTask) -> bool:
         or conditions.not_before_s is not None
         or task.gang
     )
+
+
+def _bound(branch: Branch, it: BoardTenant | BoardUser) -> bool:
+    """Take over the limits of a branch and what its budget has put in force; True if that changes
+    anything.
+    """
+    before = (branch.limit, branch.most_running, branch.exhausted)
+    branch.limit = budget.bounds(it.limit, it.exhausted)
+    branch.most_running, branch.exhausted = it.most_running, it.exhausted
+    return before != (branch.limit, branch.most_running, branch.exhausted)
+
+
+def _carried(it: BoardTenant | BoardUser) -> int:
+    """Return what counts in comparisons only: a change of the weight, and a budget that demotes."""
+    demoted = budget.DEMOTED if "demote" in it.exhausted.values() else 0
+    return it.carried_us * MILLI + demoted

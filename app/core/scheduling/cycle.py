@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core.explanation import waiting_reasons
-from app.core.fairness.fair_tree import Branch, Lane, both_of
+from app.core.fairness.fair_tree import Branch, Lane, above, both_of
 from app.core.model import lifecycle
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.model.request_needs import RequestStanding
@@ -454,8 +454,10 @@ def _land(draft: _DraftPlan) -> None:
 
 
 def _take_back(draft: _DraftPlan) -> None:
-    because = "Preempted: a limit of its user or tenant was lowered. Resumes when it has room."
+    lowered = "Preempted: a limit of its user or tenant was lowered. Resumes when it has room."
+    ended = "Preempted: a budget of its user or tenant is used. Resumes in the next period."
     while (stay := over_limit.next_to_pause(draft.board)) is not None:
+        because = ended if any(over_limit.has_no_budget(b) for b in above(stay.leaf)) else lowered
         draft.move(stay.task, Move.Pause, "F4", because, devices=stay.devices)
 
 

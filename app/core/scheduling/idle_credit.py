@@ -24,7 +24,7 @@ weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from app.core.fairness.fair_tree import Branch, Path, above
@@ -95,8 +95,8 @@ def _look(
     A measurement is used again until a minute has passed or the total weight of the siblings has
     doubled.  So the cost of an arrival does not grow with the number of siblings.
     """
-    waiting = set(board.tree.waiting_children(parent, kind)).difference(new)
-    holding = _holders(board, parent, kind).difference(new)
+    waiting = _counted(board.tree.waiting_children(parent, kind)).difference(new)
+    holding = _counted(_holders(board, parent, kind)).difference(new)
     if waiting:
         seen = min(board.tree.score(branch, kind=kind) for branch in waiting)
     else:
@@ -104,6 +104,13 @@ def _look(
     service.level = max(service.level, seen)
     service.weight, service.came = sum(branch.weight for branch in waiting | holding), 0
     service.again_s = board.now_s + stale_s(board.policy)
+
+
+def _counted(branches: Iterable[Branch]) -> set[Branch]:
+    """Return those branches whose score tells how well they are served: a budget that demotes a
+    branch puts it behind all others, whatever it has used.
+    """
+    return {branch for branch in branches if not branch.is_demoted}
 
 
 def _holders(board: Board, parent: Branch, kind: str) -> set[Branch]:
@@ -129,7 +136,8 @@ def _see_off(
     while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
         parent = branch.parent
         came = new.get((parent, kind), ())
-        if all(other in came for other in board.tree.waiting_children(parent, kind)):
+        waiting = board.tree.waiting_children(parent, kind)
+        if not branch.is_demoted and all(other in came for other in waiting):
             service = board.memory.services.setdefault((parent, kind), Service())
             service.level = max(service.level, board.tree.score(branch, kind=kind))
         branch = parent

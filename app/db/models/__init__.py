@@ -39,7 +39,7 @@ from app.db.models.history import (
     RequestEvent,
     Webhook,
 )
-from app.db.models.ledger import Account, DailyUsage, LedgerBase, Lift, Usage
+from app.db.models.ledger import Account, BudgetPeriod, DailyUsage, LedgerBase, Lift, Usage
 from app.db.models.people import ApiKey, ImageKey, Secret, Tenant, User, WebSession
 from app.db.models.tunnels import Tunnel
 from app.db.models.work import (
@@ -66,6 +66,7 @@ __all__ = [
     "ApiKey",
     "AuditEvent",
     "Base",
+    "BudgetPeriod",
     "Bundle",
     "Checkpoint",
     "Cycle",

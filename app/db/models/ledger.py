@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, Numeric, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from app.db.models.base import Base, txid_column
+from app.db.models.base import Base, json_column, txid_column
 
 
 class Account(Base):
@@ -83,3 +84,26 @@ class DailyUsage(Base):
     kind: Mapped[str] = mapped_column(primary_key=True)
     held_us: Mapped[int] = mapped_column(BigInteger)
     charged_us: Mapped[int] = mapped_column(BigInteger)
+
+
+class BudgetPeriod(Base):
+    """One kind of device in one period of the budget of a tenant (`user_id` "") or user.
+
+    All amounts are micro-device-seconds, as charged. `carried_us` is what the period before left,
+    and is null until that period is over. `adjustments` are what administrators added: `us`, `why`,
+    `by` and `at` of each. `told` is the highest percentage that was written to the audit log.
+    """
+
+    __tablename__ = "budget_periods"
+    tenant_id: Mapped[str] = mapped_column(
+        ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True
+    )
+    user_id: Mapped[str] = mapped_column(primary_key=True, server_default="")
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    begins_at: Mapped[datetime] = mapped_column(primary_key=True)
+    ends_at: Mapped[datetime]
+    granted_us: Mapped[int] = mapped_column(BigInteger)
+    carried_us: Mapped[int | None] = mapped_column(BigInteger)
+    adjustments: Mapped[list[Any]] = json_column("[]")
+    spent_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    told: Mapped[int] = mapped_column(server_default="0")

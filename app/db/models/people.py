@@ -50,6 +50,11 @@ class Tenant(Base):
     network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     # limits of its users without their own, as in `User`: only those that are set
     user_defaults: Mapped[dict[str, Any]] = json_column()
+    # what may be charged in a period (`core.fairness.budget.Budget.as_json`); null: no budget
+    budget: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    # what the budget has put in force by kind, until the period ends (`app.scheduling.budgets`)
+    exhausted: Mapped[dict[str, Any]] = json_column()
+    budget_ends_at: Mapped[datetime | None]
     # best tier that requests may ask for
     tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")
@@ -92,6 +97,10 @@ class User(Base):
     max_queued: Mapped[int | None]
     max_sessions: Mapped[int | None]  # most sessions that have not ended
     max_duration_s: Mapped[float | None]  # longest `max_duration_s` of a task
+    # the budget of the user alone, as for a tenant
+    budget: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    exhausted: Mapped[dict[str, Any]] = json_column()
+    budget_ends_at: Mapped[datetime | None]
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)

@@ -10,6 +10,7 @@ and `core.fairness.water_filling`.
 
 from __future__ import annotations
 
+from app.insight.reports.budgets import BurnDown, burn_downs
 from app.insight.reports.data import datablocks
 from app.insight.reports.environments import environments, newest_environments
 from app.insight.reports.fleet import devices, paces, running
@@ -46,6 +47,7 @@ from app.insight.reports.work import (
 __all__ = [
     "GROUPS",
     "INTERVALS",
+    "BurnDown",
     "Curve",
     "Decided",
     "Happened",
@@ -56,6 +58,7 @@ __all__ = [
     "Round",
     "TenantShare",
     "UsageRow",
+    "burn_downs",
     "checkpoints",
     "clock",
     "curves",

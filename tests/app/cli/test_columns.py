@@ -110,6 +110,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
     "USERS": (["GET /users"], {"tenant": "a"}),
     "ACCOUNTS": (["GET /users"], {"tenant": "a"}),
     "TENANTS": (["GET /tenants"], {"depth": 1}),
+    "BUDGET": (["GET /tenants/{id}/budget"], {}),
     "VALIDATED": (["POST /requests:validate"], {}),
     "_SHARES": (["GET /fair-share"], {}),
 }
@@ -136,7 +137,7 @@ def test_columns_read_fields_of_the_schema(name, filled):
     operations, added = TABLES[name]
     for operation in operations:
         row = answer(operation, filled=filled)
-        within = {"VALIDATED": "tasks", "_SHARES": "tenants"}.get(name)
+        within = {"VALIDATED": "tasks", "_SHARES": "tenants", "BUDGET": "kinds"}.get(name)
         if within is not None and not filled:
             continue
         row = row[within][0] if within else row
@@ -194,6 +195,7 @@ ANSWERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "tenant": ("GET /tenants/{id}", wording.tenant),
     "tenants": ("GET /tenants", lambda value: wording.as_tree([value])),
     "user": ("GET /users/{id}", wording.user),
+    "budget": ("GET /users/{id}/budget", wording.budget),
     "me": ("GET /me", wording.me),
     "bundle": ("PUT /bundles/{sha256}", wording.unparsed),
 }

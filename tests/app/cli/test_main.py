@@ -1243,6 +1243,36 @@ class TestTenants:
             verb = "tenant" if option == "--under" else "user"
             assert run("--as", "platform", verb, "alpha", option, "gamma").exit_code == 2
 
+    def test_budget_of_a_tenant_is_set_shown_added_to_and_removed(self, run):
+        def budget(*words):
+            return run("--as", "platform", "budget", "gamma", *words)
+
+        terms = ("--period", "14d", "--timezone", "Europe/Berlin", "--carry", "0.5")
+        terms = (*terms, "--at", "80=notify", "--at", "100=demote")
+        made = budget("--grant", "cpu=100h", "--grant", "*=500", *terms, "-o", "json")
+        assert made.exit_code == 0, made.output
+        assert json.loads(made.stdout)["budget"] == {
+            "device_hours": {"cpu": 100.0, "*": 500.0},
+            "period": {"days": 14},
+            "timezone": "Europe/Berlin",
+            "at": {"80": "notify", "100": "demote"},
+            "carry": 0.5,
+        }
+        told = budget("--add", "cpu=20", "--why", "a deadline").stdout
+        assert "20.0 h" in told
+        assert "at 80 % notify, at 100 % demote" in told
+        assert budget("--remove").exit_code == 0
+        assert budget().exit_code == 5
+        for words in (("--add", "cpu=1"), ("--period", "week"), ("--grant", "cpu"), ("--at", "x")):
+            assert budget(*words).exit_code == 2
+
+    def test_budget_of_a_user_is_set(self, run):
+        admin = ("--as", "alpha:tenant_admin")
+        assert run(*admin, "user", "budgeted", "--new").exit_code == 0
+        made = run(*admin, "budget", "--user", "budgeted", "--grant", "cuda=10")
+        assert made.exit_code == 0, made.output
+        assert "at 100 % pause" in made.stdout
+
     def test_only_given_fields_of_a_tenant_are_changed(self, run):
         def tenant(*words):
             result = run("--as", "platform", "tenant", "gamma", *words, "-o", "json")

@@ -313,6 +313,21 @@ class Scene:
 
         return self.scenery.task(self.a), do
 
+    def budget_exhausted(self, action="pause"):
+        ends_at = datetime.now(UTC) + timedelta(hours=1)
+        self.a.exhausted, self.a.budget_ends_at = {"cpu": action}, ends_at
+
+        def do(change):
+            assert change["action"] == "wait_until"
+            assert change["value"] == pytest.approx(ends_at.timestamp(), abs=1e-3)
+            self.a.exhausted = {}  # control begins the next period
+
+        return self.scenery.task(self.a), do
+
+    def budget_demoted(self):
+        self.held(self.b)
+        return self.budget_exhausted("demote")
+
     def user_limit(self):
         self.scenery.device("d1")
         self.held(self.a)

@@ -31,6 +31,7 @@ OPEN = {
     # others that go first, or may not be paused now
     "TENANT_OVER_FAIR_SHARE", "USER_OVER_FAIR_SHARE", "HIGHER_PRIORITY_AHEAD",
     "EARLIER_TASK_AHEAD", "GUARANTEED_TO_OTHERS", "HOLDERS_PROTECTED", "TIER_SHED",
+    "BUDGET_DEMOTED",
 }  # fmt: skip
 #: Reasons that a user ends by changing the request, and those that only an administrator ends. All
 #: others end without either.

@@ -9,9 +9,11 @@ from sqlalchemy import func, select, update
 from sqlalchemy.exc import OperationalError
 
 from app.api.access import auth
-from app.db.models import Checkpoint, Device, Task
+from app.core.fairness.budget import HOUR_US, Budget
+from app.db.models import Checkpoint, Device, Task, Tenant
 from app.db.transactions import transaction
 from app.pages import views
+from app.scheduling import budgets, ledger
 from tests.app.conftest import descriptor
 
 
@@ -88,6 +90,33 @@ def test_overview_reads_all_its_figures_from_one_snapshot(browser, monkeypatch):
     monkeypatch.setattr(views.transactions, "see_one_snapshot", asked.append)
     assert browser.get("/ui/", headers=AS_A_BROWSER).status_code == 200
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("spent_hours", "said"),
+    [
+        (0, "lasts until the end of the period"),
+        (9, "At the rate of the last day it is used on"),
+        (11, "your tasks are paused until the next period"),
+    ],
+)
+def test_overview_draws_what_is_left_of_a_budget(browser, session, spent_hours, said):
+    grants_us = {"*": 10 * HOUR_US}
+    budgets.set_budget(
+        session,
+        session.get_one(Tenant, "ten_red"),
+        Budget(grants_us=grants_us, period=30, at={100: "pause"}),
+    )
+    if spent_hours:
+        account = ("usr_red.member", "ten_red", "cpu")
+        spent_us = spent_hours * HOUR_US
+        ledger.note_sums(session, account, spent_us, spent_us, over_us=1)
+        ledger.book(session)
+        budgets.look(session)
+    page = browser.get("/ui/", headers=AS_A_BROWSER).text
+    assert said in page
+    assert 'class="burn"' in page
+    assert ("more than the" in page) == (spent_hours > 10)
 
 
 def test_page_of_a_request_says_what_its_tasks_run_and_with_which_variables(

@@ -1,11 +1,14 @@
 """Takes back, after a full slice, the devices that exceed a limit that was lowered (rule F4).
 
 No launch exceeds a limit, so a branch exceeds one only after a change of the limit, or of its place
-in the tree. The board records such branches (`Board.over`). A task that is leaving its devices no
-longer counts, so the next task takes its place (`places_to_take`).
+in the tree. A budget that is used and pauses is such a limit, of 0, and takes back at once. The
+board records such branches (`Board.over`). A task that is leaving its devices no longer counts, so
+the next task takes its place (`places_to_take`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from app.core.fairness.fair_tree import ALL, Branch, above
 from app.core.model.lifecycle import State
@@ -29,17 +32,33 @@ def next_to_pause(board: Board) -> BoardStay | None:
 
 
 def _cheapest(board: Board, branch: Branch) -> BoardStay | None:
-    over = {kind: branch.held[kind] - most for kind, most in branch.limit.items()}
+    over = {kind: branch.held[kind] - most for kind, most in branch.taken_back()}
     too_many = branch.most_running is not None and branch.running > branch.most_running
     helps = [
         stay
-        for leaf, stays in board.ripe.items()
-        if leaf.path[: branch.depth] == branch.path
-        for stay in stays.values()
+        for stay in _below(board, branch)
         if stay.task.state == State.running
         and (too_many or over.get(stay.lane.kind, 0) > 0 or over.get(ALL, 0) > 0)
     ]
     return min(helps, key=lambda stay: _key(stay, over), default=None)
+
+
+def has_no_budget(branch: Branch) -> bool:
+    """True if the budget of the branch is used, and pauses what runs."""
+    return "pause" in branch.exhausted.values()
+
+
+def _below(board: Board, branch: Branch) -> Iterator[BoardStay]:
+    """Yield the stays below a branch that may be paused now: after a full slice, or all of them if
+    its budget has ended.
+    """
+    if has_no_budget(branch):
+        mine = board.stays.values()
+        yield from (stay for stay in mine if stay.leaf.path[: branch.depth] == branch.path)
+    else:
+        for leaf, stays in board.ripe.items():
+            if leaf.path[: branch.depth] == branch.path:
+                yield from stays.values()
 
 
 def _key(stay: BoardStay, over: dict[str, int]) -> tuple[bool, int, int, float, str]:

@@ -154,8 +154,9 @@ def write_progress(session: Session, beats: Collection[Beat]) -> None:
         "held": [task.held_us for _, task in told],
         "staged": [task.staged_us for _, task in told],
     }
-    for user, tenant, kind, held_us, charged_us in session.execute(_PROGRESS, values):
-        ledger.note_sums(session, (user, tenant, kind), int(held_us), int(charged_us))
+    for user, tenant, kind, held_us, charged_us, over_us in session.execute(_PROGRESS, values):
+        account, charged_us = (user, tenant, kind), int(charged_us)
+        ledger.note_sums(session, account, int(held_us), charged_us, over_us=over_us)
 
 
 # Tasks are locked in the order of their ids, as everywhere.
@@ -187,7 +188,8 @@ _PROGRESS = text(
         update tasks set held_us = mine.held_us, step = greatest(tasks.step, mine.step)
         from mine where tasks.id = mine.task
     )
-    select user_id, tenant_id, kind, sum(held_us - before_us), sum(charged_us - charged_before_us)
+    select user_id, tenant_id, kind, sum(held_us - before_us), sum(charged_us - charged_before_us),
+        max(held_us - before_us)
     from mine group by user_id, tenant_id, kind
     """
 )

@@ -15,6 +15,7 @@ from sqlalchemy import delete, update
 
 from app.api.access import auth
 from app.api.descriptor_schema import GRAPH_EXAMPLE
+from app.core.fairness.budget import Budget
 from app.core.security.scopes import SCOPES
 from app.data import graphs
 from app.db.models import (
@@ -31,10 +32,13 @@ from app.db.models import (
     RequestEvent,
     Secret,
     Task,
+    Tenant,
+    User,
     Webhook,
 )
 from app.main import app
 from app.messaging import webhooks
+from app.scheduling import budgets
 from tests.app.conftest import BUNDLE, descriptor, sha256
 
 WHO = (
@@ -111,10 +115,14 @@ GET    /v1/tenants                      401  200  200  200  200  200  200  200  
 GET    /v1/tenants/ten_red              401  200  200  200  200  404  404  200  admin:read
 PATCH  /v1/tenants/ten_red              401  403  403  403  403  404  404  200  admin:write
 DELETE /v1/tenants/ten_red              401  403  403  403  403  404  404  409  admin:write
+GET    /v1/tenants/ten_red/budget       401  200  200  200  200  404  404  200  admin:read
+POST   /v1/tenants/ten_red/budget/adjustments 401 403  403  403  403  404  404  201  admin:write
 POST   /v1/users                        401  403  403  403  201  403  422  201  admin:write
 GET    /v1/users                        401  403  403  403  200  403  200  200  admin:read
 GET    /v1/users/usr_red.member         401  403  403  200  200  404  404  200  admin:read
 PATCH  /v1/users/usr_red.member         401  403  403  403  200  404  404  200  admin:write
+GET    /v1/users/usr_red.member/budget  401  403  403  200  200  404  404  200  admin:read
+POST   /v1/users/usr_red.member/budget/adjustments 401 403 403 403  201  404  404  201  admin:write
 GET    /v1/me                           401  200  200  200  200  200  200  200  -
 POST   /v1/keys                         401  403  403  403  201  403  422  201  admin:write
 GET    /v1/keys                         401  403  403  403  200  403  200  200  admin:read
@@ -165,6 +173,7 @@ DELETE /v1/mounts/{mnt}                 401  403  403  403  403  403  403  204  
 
 GRAPH = graphs.read(GRAPH_EXAMPLE)
 WIDE = {"tenant_wide": True, "tenant_id": "ten_red"}
+MORE = {"kind": "cuda", "device_hours": 1.0, "why": "a test"}
 BODIES = {
     "POST /v1/requests": {"json": descriptor()},
     "POST /v1/requests:validate": {"json": descriptor()},
@@ -188,6 +197,8 @@ BODIES = {
     "POST /v1/tenants": {"json": {"name": "green"}},
     "PATCH /v1/tenants/ten_red": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
     "PATCH /v1/users/usr_red.member": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
+    "POST /v1/tenants/ten_red/budget/adjustments": {"json": MORE},
+    "POST /v1/users/usr_red.member/budget/adjustments": {"json": MORE},
     "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
     "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
     "POST /v1/webhooks": {"json": {"url": "https://example.org/", "tenant_id": "ten_red"}},
@@ -347,6 +358,8 @@ def _settle(session, submitted, *, ended):
         session.get_one(Request, submitted["id"]).state = "done"
         session.execute(delete(RequestEvent))
     session.add(Graph(tenant_id="ten_red", sha256=GRAPH.sha256, nodes=2, body=GRAPH.body))
+    for owner in (session.get_one(Tenant, "ten_red"), session.get_one(User, task.user_id)):
+        budgets.set_budget(session, owner, Budget(grants_us={"cuda": 1}))
     session.add(Preset(task_type="train", kind="cpu", params={}))
     session.add(Enrolment(device_id="h.0", key="ab" * 32, enrolled_by="root"))
     session.commit()

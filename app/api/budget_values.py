@@ -1,0 +1,67 @@
+"""Turns the budget of a call into a `Budget`, with every fault at its place, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from difflib import get_close_matches
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from app.api.schemas.base import KIND
+from app.api.schemas.budgets import BudgetIn, Days
+from app.core.fairness.budget import ALL, HOUR_US, MOST_PERCENT, Budget, budget_of, timezones
+from app.core.model.fields import Fault, escaped
+from app.errors import BadInput
+
+
+def budget_from(given: BudgetIn, *, now: datetime) -> Budget:
+    """Return the budget that a call gives; raises BadInput with all of its faults."""
+    faults = tuple(_faults(given))
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
+    period = given.period.days if isinstance(given.period, Days) else given.period
+    return Budget(
+        grants_us={kind: round(hours * HOUR_US) for kind, hours in given.device_hours.items()},
+        period=period,
+        timezone=given.timezone,
+        at={int(percent): action for percent, action in given.at.items()},
+        carry_milli=round(given.carry * 1000),
+        since=now.astimezone(ZoneInfo(given.timezone)).date(),
+    )
+
+
+def _faults(given: BudgetIn) -> Iterator[Fault]:
+    for kind in given.device_hours:
+        if kind != ALL and not re.fullmatch(KIND, kind):
+            told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', or * for all"
+            yield Fault(f"/budget/device_hours/{escaped(kind)}", told, "kind")
+    for percent in given.at:
+        if int(percent) > MOST_PERCENT:
+            told = f"must be a percentage of 1 to {MOST_PERCENT}"
+            yield Fault(f"/budget/at/{percent}", told, "percent")
+    if given.timezone not in timezones():
+        told = f"there is no time zone {given.timezone!r}"
+        if near := get_close_matches(given.timezone, timezones(), 1):
+            told += f"; did you mean {near[0]}?"
+        yield Fault("/budget/timezone", told, "timezone")
+
+
+def shown(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a budget as answers show it, from its form in a row."""
+    if row is None:
+        return None
+    it = budget_of(row)
+    return {
+        "device_hours": {kind: hours(us) for kind, us in it.grants_us.items()},
+        "period": it.period if isinstance(it.period, str) else {"days": it.period},
+        "timezone": it.timezone,
+        "at": {str(percent): action for percent, action in sorted(it.at.items())},
+        "carry": it.carry_milli / 1000,
+    }
+
+
+def hours(us: int) -> float:
+    """Return micro-device-seconds as device-hours."""
+    return us / HOUR_US

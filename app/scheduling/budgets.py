@@ -1,0 +1,372 @@
+"""Counts charges against budgets, and puts in force what an exhausted budget asks for.
+
+`spend` is called by the ledger in the transaction of each charge, so the sum of what all periods
+of a budget have spent is what the ledger charged since the budget was set. Control calls `look`
+every few seconds; it is the only writer of `exhausted`, by which islands hold back, pause or demote
+(`core.fairness.budget`). All amounts are micro-device-seconds.
+
+Whoever sets or changes a budget locks the table of usage first. So every charge is either in the
+sum with which the budget begins, or is made by a transaction that sees the budget.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, func, select, text, tuple_
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app.core.fairness import budget as budgets
+from app.core.fairness.budget import ALL, Budget, Period, Spending, budget_of
+from app.db import tenant_tree, transactions
+from app.db.models import BudgetPeriod, Tenant, Usage, User
+from app.errors import Conflict
+from app.identity import audit
+
+Owner = Tenant | User
+Account = tuple[str, str, str]  # user, tenant, kind of device
+
+MOST_ADJUSTMENTS = 1000  # of one kind in one period
+RATE_OVER = timedelta(days=1)  # span of the usage by which a forecast is made
+_ANY = text(
+    "select exists (select from tenants where budget is not null)"
+    " or exists (select from users where budget is not null)"
+)
+
+
+# --- charges --------------------------------------------------------------------------------------
+
+
+def spend(session: Session, charges: Iterable[tuple[Account, int, int]]) -> None:
+    """Add charges to the periods of the budgets that they count in.
+
+    A charge is (whose, over how many µs it was made up to now, micro-device-seconds). It is split
+    where a period ends. Only the ledger calls this, after it has written the usage.
+    """
+    if not session.scalar(_ANY):
+        return
+    now_us = _now_us(session)
+    found = _Budgets.read(session, {account[:2] for account, _, _ in charges})
+    sums: dict[tuple[str, str, str, Period], list[int]] = defaultdict(lambda: [0, 0])
+    for (user, tenant, kind), over_us, charged_us in charges:
+        for owner, it in found.of(user, tenant):
+            for key in {kind, ALL} & it.grants_us.keys():
+                for period, part_us in it.shares(over_us, charged_us, now_us):
+                    spent = sums[*owner, key, period]
+                    spent[0], spent[1] = it.grants_us[key], spent[1] + part_us
+    # sorted, so that two islands cannot deadlock
+    rows = [
+        _row(tenant, user, kind, period, granted_us) | {"spent_us": spent_us}
+        for (tenant, user, kind, period), (granted_us, spent_us) in sorted(sums.items())
+    ]
+    if rows:
+        session.connection().execute(_SPEND, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """Holds all budgets, and the tenants above each tenant."""
+
+    tenants: Mapping[str, Budget]
+    users: Mapping[str, Budget]
+    parents: Mapping[str, str | None]
+
+    @classmethod
+    def read(cls, session: Session, whose: Iterable[tuple[str, str]]) -> _Budgets:
+        rows = session.execute(select(Tenant.id, Tenant.parent_id, Tenant.budget)).all()
+        mine = User.id.in_([user for user, _ in whose])
+        bound = select(User.id, User.budget).where(mine, User.budget.is_not(None))
+        return cls(
+            tenants={row.id: budget_of(row.budget) for row in rows if row.budget is not None},
+            users={row.id: budget_of(row.budget) for row in session.execute(bound)},
+            parents={row.id: row.parent_id for row in rows},
+        )
+
+    def of(self, user: str, tenant: str) -> Iterator[tuple[tuple[str, str], Budget]]:
+        """Yield (tenant, user or "") of each budget above an account, and the budget."""
+        if user in self.users:
+            yield (tenant, user), self.users[user]
+        above: str | None = tenant
+        while above is not None:
+            if above in self.tenants:
+                yield (above, ""), self.tenants[above]
+            above = self.parents[above]
+
+
+def _row(tenant: str, user: str, kind: str, period: Period, granted_us: int) -> dict[str, Any]:
+    return {
+        "tenant_id": tenant,
+        "user_id": user,
+        "kind": kind,
+        "begins_at": _time(period.begins_us),
+        "ends_at": _time(period.ends_us),
+        "granted_us": granted_us,
+    }
+
+
+_NEW = insert(BudgetPeriod)
+_SPEND = _NEW.on_conflict_do_update(
+    index_elements=["tenant_id", "user_id", "kind", "begins_at"],
+    set_={"spent_us": BudgetPeriod.spent_us + _NEW.excluded.spent_us},
+)
+
+
+def _now_us(session: Session) -> int:
+    return round(transactions.now_s(session) * 1e6)
+
+
+def _time(at_us: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at_us)
+
+
+# --- what follows ---------------------------------------------------------------------------------
+
+
+def look(session: Session) -> bool:
+    """Begin the periods that are due, and put in force what each budget asks for.
+
+    Returns True if anything is in force now that was not, or the other way round.
+    """
+    if not session.scalar(_ANY):
+        return False
+    changed, notices = False, list[BudgetNotice]()
+    tenants = select(Tenant).where(Tenant.budget.is_not(None)).order_by(Tenant.id)
+    users = select(User).where(User.budget.is_not(None)).order_by(User.id)
+    owners: list[Owner] = [*session.scalars(tenants), *session.scalars(users)]
+    for owner in owners:
+        changed |= decide(session, owner, notices)
+    session.flush()
+    write_notices(session, notices)
+    return changed
+
+
+def decide(session: Session, owner: Owner, notices: list[BudgetNotice]) -> bool:
+    """Put in force what the budget of a tenant or user asks for now; True if that is a change.
+
+    What is to be written to the audit log is added to `notices`.
+    """
+    in_force, ends_at = dict[str, str](), None
+    if owner.budget is not None:
+        it = budget_of(owner.budget)
+        period = it.period_at(_now_us(session))
+        spendings = _reached(session, owner, it, period, notices)
+        in_force, ends_at = dict(budgets.actions(it, spendings)), _time(period.ends_us)
+    if (owner.exhausted, owner.budget_ends_at) == (in_force, ends_at):
+        return False
+    decided_for = owner.budget
+    transactions.lock_again(session, owner)
+    if owner.budget != decided_for:
+        return decide(session, owner, notices)
+    changed = owner.exhausted != in_force
+    owner.exhausted, owner.budget_ends_at = in_force, ends_at
+    return changed
+
+
+def _reached(
+    session: Session, owner: Owner, it: Budget, period: Period, notices: list[BudgetNotice]
+) -> dict[str, Spending]:
+    """Return what is spent by kind; note the percentages that are reached for the first time."""
+    spendings = dict[str, Spending]()
+    for kind, row in _begun(session, owner, it, period).items():
+        spendings[kind] = spending_of(row)
+        reached = budgets.reached(it, spendings[kind])
+        if reached and reached[-1] > row.told:
+            row.told = reached[-1]
+            notices.append(BudgetNotice(owner, kind, row.told, it.at[row.told]))
+    return spendings
+
+
+class BudgetNotice(NamedTuple):
+    """Says that so much of a budget is spent, and what follows."""
+
+    owner: Owner
+    kind: str
+    percent: int
+    action: str
+
+
+def write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
+    """Write to the audit log what is spent; nothing may be locked after it in the transaction."""
+    call = audit.Call(operation="lookAtBudgets", user="control")
+    for owner, kind, percent, action in notices:
+        target = ("user" if isinstance(owner, User) else "tenant", owner.id)
+        after = {"budget": kind, "spent_percent": percent, "action": action}
+        tenant = _ids(owner)[0]
+        audit.append(session, call, "changed", target=target, tenant_id=tenant, after=after)
+
+
+def _ids(owner: Owner) -> tuple[str, str]:
+    return (owner.tenant_id, owner.id) if isinstance(owner, User) else (owner.id, "")
+
+
+def _begun(session: Session, owner: Owner, it: Budget, period: Period) -> dict[str, BudgetPeriod]:
+    """Return the rows of a period by kind, once each has what the period before left."""
+    tenant, user = _ids(owner)
+    rows = _periods(session, owner, period)
+    for kind, granted_us in it.grants_us.items():
+        if kind not in rows:
+            new = _row(tenant, user, kind, period, granted_us)
+            session.execute(insert(BudgetPeriod).values(new).on_conflict_do_nothing())
+    if rows.keys() < it.grants_us.keys():
+        rows = _periods(session, owner, period)
+    if any(row.carried_us is None for row in rows.values()):
+        past = _periods(session, owner, it.period_at(period.begins_us - 1))
+        for kind, row in rows.items():
+            if row.carried_us is None:
+                before = past.get(kind)
+                row.carried_us = budgets.carried_us(it, spending_of(before)) if before else 0
+    return {kind: rows[kind] for kind in it.grants_us}
+
+
+def _periods(session: Session, owner: Owner, period: Period) -> dict[str, BudgetPeriod]:
+    query = select(BudgetPeriod).where(_is_of(owner)).execution_options(populate_existing=True)
+    query = query.where(BudgetPeriod.begins_at == _time(period.begins_us))
+    return {row.kind: row for row in session.scalars(query.order_by(BudgetPeriod.kind))}
+
+
+def _is_of(owner: Owner) -> ColumnElement[bool]:
+    return tuple_(BudgetPeriod.tenant_id, BudgetPeriod.user_id) == _ids(owner)
+
+
+def spending_of(row: BudgetPeriod) -> Spending:
+    """Return the counts of a row."""
+    return Spending(
+        granted_us=row.granted_us,
+        carried_us=row.carried_us or 0,
+        adjusted_us=sum(one["us"] for one in row.adjustments),
+        spent_us=row.spent_us,
+    )
+
+
+# --- what administrators set ----------------------------------------------------------------------
+
+
+def lock_usage(session: Session) -> None:
+    """Let no charge be booked until this transaction ends."""
+    session.execute(text("lock table usage in share row exclusive mode"))
+
+
+def set_budget(session: Session, owner: Owner, it: Budget | None) -> None:
+    """Give a tenant or user a budget, or none; its row is new, or locked after `lock_usage`.
+
+    What was charged in the present period counts, by the buckets of the usage. A budget that keeps
+    its period and kind also keeps what is counted there, to the microsecond.
+    """
+    lock_usage(session)
+    old = None if owner.budget is None else budget_of(owner.budget)
+    owner.budget = None if it is None else it.as_json()
+    session.flush()
+    if it is not None:
+        tenant, user = _ids(owner)
+        period = it.period_at(_now_us(session))
+        kept = _kinds_that_go_on(old, it, period, _now_us(session))
+        for kind, granted_us in it.grants_us.items():
+            spent_us = 0 if kind in kept else _charged_us(session, owner, kind, period)
+            row = _row(tenant, user, kind, period, granted_us) | {"spent_us": spent_us}
+            begun = insert(BudgetPeriod).values({**row, "carried_us": 0})
+            anew = {"granted_us": granted_us, "ends_at": row["ends_at"]}
+            if kind not in kept:
+                anew |= {"spent_us": spent_us, "told": 0}
+            key = ["tenant_id", "user_id", "kind", "begins_at"]
+            session.execute(begun.on_conflict_do_update(index_elements=key, set_=anew))
+    notices = list[BudgetNotice]()
+    decide(session, owner, notices)
+    session.flush()
+    write_notices(session, notices)
+
+
+def _kinds_that_go_on(old: Budget | None, new: Budget, period: Period, now_us: int) -> set[str]:
+    """Return the kinds that are counted in this very period already."""
+    if old is None or old.period_at(now_us) != period:
+        return set()
+    return set(old.grants_us.keys() & new.grants_us.keys())
+
+
+def whose_usage(owner: Owner) -> ColumnElement[bool]:
+    """Return a condition: the usage counts in the budget of this tenant or user."""
+    if isinstance(owner, User):
+        return Usage.user_id == owner.id
+    return tenant_tree.within(Usage.tenant_id, owner.id)
+
+
+def _charged_us(session: Session, owner: Owner, kind: str, period: Period) -> int:
+    query = select(func.sum(Usage.charged_us)).where(whose_usage(owner))
+    query = query.where(Usage.bucket >= _time(period.begins_us))
+    if kind != ALL:
+        query = query.where(Usage.kind == kind)
+    return int(session.scalar(query) or 0)
+
+
+def adjust(session: Session, owner: Owner, kind: str, *, us: int, why: str, by: str) -> bool:
+    """Add to what the budget grants in this period, or take away; False if it has no such kind."""
+    if owner.budget is None or kind not in (it := budget_of(owner.budget)).grants_us:
+        return False
+    row = _begun(session, owner, it, it.period_at(_now_us(session)))[kind]
+    session.refresh(row, with_for_update=True)
+    if len(row.adjustments) >= MOST_ADJUSTMENTS:
+        raise Conflict(f"this period has {MOST_ADJUSTMENTS} adjustments already; change the budget")
+    at = transactions.now(session).isoformat(timespec="seconds")
+    row.adjustments = [*row.adjustments, {"us": us, "why": why, "by": by, "at": at}]
+    row.told = 0 if us > 0 else row.told
+    session.flush()
+    notices = list[BudgetNotice]()
+    decide(session, owner, notices)
+    session.flush()
+    write_notices(session, notices)
+    return True
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetStanding:
+    """Shows one kind of a budget in the present period, in micro-device-seconds."""
+
+    kind: str
+    spending: Spending
+    adjustments: list[dict[str, Any]]
+    in_force: str  # "" if nothing is
+    seen_at: datetime
+    charged_us: int  # in the day before
+    runs_out_at: datetime | None  # at the rate of the last day; None: not in this period
+
+
+def standings(session: Session, owner: Owner) -> tuple[Period, list[BudgetStanding]]:
+    """Return how much of a budget is spent; the owner has one."""
+    assert owner.budget is not None
+    it, now_us = budget_of(owner.budget), _now_us(session)
+    period = it.period_at(now_us)
+    rows = _periods(session, owner, period)
+    since = Period(now_us - RATE_OVER // timedelta(microseconds=1), now_us)
+    found = []
+    for kind, granted_us in sorted(it.grants_us.items()):
+        row = rows.get(kind)
+        spending = Spending(granted_us=granted_us) if row is None else spending_of(row)
+        charged_us = _charged_us(session, owner, kind, since)
+        found.append(
+            BudgetStanding(
+                kind=kind,
+                spending=spending,
+                adjustments=[] if row is None else row.adjustments,
+                in_force=owner.exhausted.get(kind, ""),
+                seen_at=_time(now_us),
+                charged_us=charged_us,
+                runs_out_at=_runs_out(spending, charged_us, now_us, period),
+            )
+        )
+    return period, found
+
+
+def _runs_out(spending: Spending, charged_us: int, now_us: int, period: Period) -> datetime | None:
+    """Return when nothing is left if as much is charged each day as in the last one."""
+    if spending.left_us <= 0:
+        return _time(now_us)
+    day_us = RATE_OVER // timedelta(microseconds=1)
+    at_us = now_us + spending.left_us * day_us // charged_us if charged_us else period.ends_us
+    return _time(at_us) if at_us < period.ends_us else None
