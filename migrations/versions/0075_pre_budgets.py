@@ -20,6 +20,9 @@ def upgrade() -> None:
         op.add_column(owner, exhausted)
         ends_at = sa.Column("budget_ends_at", sa.DateTime(timezone=True), nullable=True)
         op.add_column(owner, ends_at)
+    # each round asks whether there is any budget
+    where = sa.text("budget is not null")
+    op.create_index("ix_users_budget", "users", ["id"], postgresql_where=where)
     op.create_table(
         "budget_periods",
         sa.Column("tenant_id", sa.Text(), nullable=False),
@@ -46,6 +49,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("budget_periods")
+    op.drop_index("ix_users_budget", "users")
     for owner in OWNERS:
         for name in ("budget_ends_at", "exhausted", "budget"):
             op.drop_column(owner, name)

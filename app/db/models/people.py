@@ -111,6 +111,7 @@ class User(Base):
         CheckConstraint("max_queued >= 0", name="max_queued"),
         CheckConstraint("max_sessions >= 0", name="max_sessions"),
         CheckConstraint("max_duration_s > 0", name="max_duration_s"),
+        Index("ix_users_budget", "id", postgresql_where=text("budget is not null")),
     )
 
 
