@@ -133,7 +133,7 @@ def test_idle_tenant_has_its_guarantee_within_a_slice_and_no_step_is_lost(
     [
         pytest.param({"limit": {"*": 1}}, "TENANT_LIMIT", marks=pytest.mark.long),
         ({"limit": {"cpu": 1}}, "TENANT_LIMIT"),
-        ({"max_running": 1}, "TENANT_RUNNING_LIMIT"),
+        pytest.param({"max_running": 1}, "TENANT_RUNNING_LIMIT", marks=pytest.mark.long),
     ],
 )
 def test_limit_is_kept_although_a_device_is_free(system, admin, greedy, wanted, code):
@@ -153,3 +153,34 @@ def test_limit_is_kept_although_a_device_is_free(system, admin, greedy, wanted, 
         list(greedy.items(f"/v1/tasks/{task['id']}/placements")) for task in tasks
     )
     assert seconds(first["ended_at"]) <= seconds(second["launched_at"])
+
+
+def test_task_is_paused_when_its_budget_is_used_and_goes_on_with_more_without_losing_a_step(
+    system, admin, greedy
+):
+    undisturbed = ended(greedy, submit(greedy, "undisturbed"))["result"]
+    tenant = next(one for one in admin.items("/v1/tenants") if one["name"] == "alpha")["id"]
+    with system.gate() as gate:
+        id = submit(greedy, "budgeted", gate=gate)
+        system.wait_running(greedy, id)
+        with quota(admin, "alpha", budget={"device_hours": {"cpu": 0.0}}):
+            explain = f"/v1/tasks/{task_of(greedy, id)['id']}/explain"
+
+            def is_paused():
+                told = [reason["code"] for reason in greedy.get(explain)["reasons"]]
+                return task_of(greedy, id)["state"] == "waiting" and "BUDGET_EXHAUSTED" in told
+
+            assert system.until(is_paused)
+            assert not any(device["busy"] for device in admin.items("/v1/devices"))
+            [used] = greedy.get(f"/v1/tenants/{tenant}/budget")["kinds"]
+            assert used["in_force"] == "pause"
+            more = {"kind": "cpu", "device_hours": 1.0, "why": "a test"}
+            admin.post(f"/v1/tenants/{tenant}/budget/adjustments", more)
+            gate.open()
+            task = ended(greedy, id)
+            [left] = greedy.get(f"/v1/tenants/{tenant}/budget")["kinds"]
+    assert (task["result"], task["lost_steps"]) == (undisturbed, 0)
+    assert ("Pause", "F4") in [one[:2] for one in story(admin, task["id"])]
+    assert left["spent_hours"] > used["spent_hours"]
+    assert left["spent_hours"] + left["left_hours"] == pytest.approx(1.0)
+    system.check_ledger()
