@@ -2,8 +2,10 @@
 
 The history is every task that held a device and ended within the window. In the replay each task
 arrives when it was submitted, needs as many devices for as long as it held them, and waits for the
-same tasks. The history is replayed twice by the scheduler's own code: with the island as it is, and
-with the changes. Neither run knows usage from before the window, and neither uses cordoned devices.
+same tasks. Members of a lot with a rule `stop` reach its rungs with the values that they had, and
+pause or go on as the rule says. The history is replayed twice by the scheduler's own code: with the
+island as it is, and with the changes. Neither run knows usage from before the window, and neither
+uses cordoned devices.
 
 Nothing is written. A replay is limited in arrivals and in time, and each process runs one at a
 time.
@@ -27,11 +29,13 @@ from sqlalchemy.orm import Session
 from app.core.model.device_choice import with_packages
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
+from app.core.model.provisions.stop_rule import rule_in
 from app.core.model.request_needs import STARTED
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
+from app.core.simulation.replayed_lot import LotRule, RungMark
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
-from app.db.models import Island, Lot, Need, RequestNeed, Task
+from app.db.models import Island, Lot, Need, RequestNeed, RungResult, Task
 from app.errors import BadInput, Conflict
 from app.scheduling import ledger, snapshot_reader
 
@@ -90,6 +94,7 @@ class ReplayInput:
 
     as_is: Snapshot
     arrivals: Sequence[Arrival]
+    lots: Mapping[str, LotRule] = field(default_factory=dict)
     resume_s: float = 0.0
     left_out: int = 0
 
@@ -142,16 +147,25 @@ def of_history(
         raise BadInput.at("/since", "must be before `until`", "order")
     rows = _ended(session, island, since, until)
     ran = [row for row in rows if row.total_held_us > 0]
-    needs = _needs(session, {row.id for row in ran}) | _earlier_members(session, ran)
-    others = _tasks_of_needed_requests(session, {row.id: row.lot_id for row in ran})
-    needs |= {id: (*needs.get(id, ()), *those) for id, those in others.items()}
+    lots = _lots_with_rules(session, ran)
+    others = [row for row in ran if row.lot_id not in lots]
+    needs = _needs(session, {row.id for row in ran}) | _earlier_members(session, others)
+    rungs = _rung_marks(session, {row.id: row for row in ran if row.lot_id in lots})
+    awaited = _tasks_of_needed_requests(session, {row.id: row.lot_id for row in ran})
+    needs |= {id: (*needs.get(id, ()), *those) for id, those in awaited.items()}
     began_s = min((_arrived_s(row) for row in ran), default=0.0)
     switches = [row.switch_us / 1e6 for row in ran if row.pauses and row.switch_us]
     scene = ReplayInput(
         as_is=as_is,
         arrivals=[
-            _arrival(row, began_s, needs.get(row.id, ()), known=durations_known) for row in ran
+            replace(
+                _arrival(row, began_s, needs.get(row.id, ()), known=durations_known),
+                lot=row.lot_id if row.lot_id in lots else "",
+                rungs=rungs.get(row.id, ()),
+            )
+            for row in ran
         ],
+        lots=lots,
         resume_s=median(switches) if switches else 0.0,
         left_out=len(rows) - len(ran),
     )
@@ -161,7 +175,7 @@ def of_history(
 _COLUMNS = (
     Task.id, Task.tenant_id, Task.user_id, Task.kind, Task.devices_min, Task.memory_bytes,
     Task.device_choice, Task.priority, Task.tier, Task.submitted_at, Task.not_before,
-    Task.total_held_us, Task.pauses, Task.switch_us, Task.lot_id, Task.lot_index,
+    Task.total_held_us, Task.pauses, Task.switch_us, Task.lot_id, Task.lot_index, Task.step,
 )  # fmt: skip
 
 
@@ -231,6 +245,28 @@ def _earlier_members(session: Session, rows: Sequence[Any]) -> dict[str, tuple[s
         if (lot, index - widths[lot]) in members:
             found[id] = (members[lot, index - widths[lot]],)
     return found
+
+
+def _lots_with_rules(session: Session, rows: Sequence[Any]) -> dict[str, LotRule]:
+    """Return the lots of these members that have a rule `stop`."""
+    lots = {row.lot_id for row in rows if row.lot_index is not None}
+    query = select(Lot.id, Lot.at_once, Task.descriptor["stop"]).join(Task, Task.id == Lot.id)
+    found = session.execute(query.where(Lot.id.in_(lots))) if lots else ()
+    rules = ((id, at_once, rule_in({"stop": stored})) for id, at_once, stored in found)
+    return {id: LotRule(stop=rule, at_once=at_once) for id, at_once, rule in rules if rule}
+
+
+def _rung_marks(session: Session, members: Mapping[str, Any]) -> dict[str, tuple[RungMark, ...]]:
+    """Return after how much of its work each member reached its rungs, if its steps were alike."""
+    found = defaultdict[str, list[RungMark]](list)
+    query = select(RungResult).where(RungResult.task_id.in_(members))
+    for row in session.scalars(query.order_by(RungResult.task_id, RungResult.rung)):
+        member = members[row.task_id]
+        if row.rung == len(found[row.task_id]):
+            part = min(1.0, row.step / member.step) if member.step else 1.0
+            mark = RungMark(work_s=part * member.total_held_us / 1e6, value=row.value)
+            found[row.task_id].append(mark)
+    return {id: tuple(marks) for id, marks in found.items()}
 
 
 def _arrived_s(row: Any) -> float:
@@ -325,6 +361,7 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
     as_is = scene.as_is
     return Setup(
         arrivals=scene.arrivals,
+        lots=scene.lots,
         devices=[replace(d, up=True) for d in as_is.devices.values() if d.takes_work],
         tenants=[replace(tenant, carried_us=0) for tenant in as_is.tenants.values()],
         users=[replace(user, faded_us=0, carried_us=0) for user in as_is.users.values()],

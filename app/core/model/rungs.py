@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from app.core.model.provisions.stop_rule import StopRule
@@ -70,19 +70,21 @@ class Standings:
         """Return the number of results that count at the rung."""
         return len(self._ranks[rung])
 
-    def add(self, result: RungValue) -> None:
-        """Take in one more result."""
+    def add(self, result: RungValue) -> Sequence[str]:
+        """Take in one more result; return the members that pass a rung by it."""
         order, key = len(self._entries) + len(self._early), (result.member, result.rung)
         if result.rung and (result.member, result.rung - 1) not in self.passed:
             self._early[key] = order, result
-            return
-        waiting = [(order, result)]
+            return ()
+        waiting, passing = [(order, result)], list[str]()
         while waiting:
             order, result = waiting.pop()
             for each in self._enter(order, result):
                 self.passed.add((each, result.rung))
+                passing.append(each)
                 if (later := self._early.pop((each, result.rung + 1), None)) is not None:
                     waiting.append(later)
+        return passing
 
     def _enter(self, order: int, result: RungValue) -> list[str]:
         """Rank the result at its rung; return the members that pass now and had not passed."""

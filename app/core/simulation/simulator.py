@@ -9,8 +9,8 @@ With `checked` every step is checked: a broken invariant raises Broken, with the
 The updated board must also make the same decisions as a board built anew.  Without `checked`, a
 step costs what changes in it, so years of a cluster take seconds.
 
-In a simulation devices stay up, and no task is cancelled or held: the tests of `decide` cover lost
-devices and requested actions.
+In a simulation devices stay up, and no person cancels or holds a task: the tests of `decide` cover
+lost devices and requested actions. Members of a lot with a rule `stop` are held at its rungs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from types import MappingProxyType
 
 from app.core.fairness.fair_tree import lane
 from app.core.fairness.usage_decay import faded, rebase
 from app.core.model import lifecycle
 from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.model.rungs import HELD_AT_RUNG
 from app.core.model.snapshot import (
     BoardDevice,
     BoardTask,
@@ -45,10 +47,12 @@ from app.core.scheduling.reclaim.preemption import shut_by
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.urgency import been_away
 from app.core.simulation.device_meter import Interval, Meter
+from app.core.simulation.replayed_lot import LotRule, ReplayedLot, RungMark
 
 STORY_LINES = 20  # most lines of the timeline that Broken shows
 # most rounds at one instant, or in a row that ask for another round at once
 STANDSTILL_ROUNDS = 100
+_NO_LOTS: Mapping[str, LotRule] = MappingProxyType({})
 TOLD_TASKS = 5  # most tasks that are named when the clock stands still
 # T0 moves on after so many half-lives, so that numbers do not grow with the time replayed
 REBASE_HALF_LIVES = 512
@@ -78,6 +82,8 @@ class Arrival:
     # name under which the report counts the task, if that is not its tenant
     owner: str | None = None
     request: str = ""  # tasks of one request finish one after the other; "": a request of its own
+    lot: str = ""  # the lot with a rule `stop` of which it is a member
+    rungs: tuple[RungMark, ...] = ()
 
     @property
     def counted_for(self) -> tuple[str, str]:
@@ -164,6 +170,7 @@ def simulate(
     checked: bool = True,
     keep_timeline: bool = True,
     users: Iterable[BoardUser] = (),
+    lots: Mapping[str, LotRule] = _NO_LOTS,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
     """Run an island from 0 s until all tasks are done or `until_s` is reached.
@@ -171,7 +178,7 @@ def simulate(
     `users` need only hold users with a weight other than 1.  `go_on` is called in each round.
     Raises Broken if an invariant does not hold, and Stopped if `go_on` returns False.
     """
-    world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users)
+    world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users, lots=lots)
     world.keep_timeline = checked or keep_timeline
     rounds_at_us, rounds, at_once = -1, 0, 0
     while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
@@ -212,8 +219,8 @@ def _standstill(world: World) -> str:
 # --- the world ----------------------------------------------------------------------------------
 
 
-#: A future report of a device: (time in µs, order, a Move or "Saved" or "ready", task, epoch).  The
-#: report counts only if the epoch still holds then.
+#: A future report of a device: (time in µs, order, a Move or "Saved", "ready" or "rung", task,
+#: epoch).  The report counts only if the epoch still holds then.
 _Event = tuple[int, int, str, str, int]
 
 
@@ -240,11 +247,21 @@ class _Run:
     # task before it has left
     held_from_us: int | None = None
     booked_us: int = 0  # how long it held them before that at another cost
+    rung: int = 0  # rungs that it has reached
+    rung_us: int = -1  # when it will reach the next one if nothing changes
+    rested_us: int = 0  # when it last came to rest at a rung
 
     def step(self, until_us: int) -> None:
         """Count the work done until `until_us`."""
         stepped_us = max(0, until_us - self.steps_from_us) * self.speed
         self.left_us -= min(stepped_us, self.left_us)
+
+    def reaches_us(self) -> int:
+        """Return when it reaches its next rung in this stay."""
+        arrival = self.arrival
+        after_us = min(_us(arrival.rungs[self.rung].work_s), _us(arrival.work_s)) * arrival.ranks
+        more_us = self.left_us - (_us(arrival.work_s) * arrival.ranks - after_us)
+        return self.steps_from_us + -(-max(0, more_us) // self.speed)
 
 
 class World:
@@ -259,6 +276,7 @@ class World:
         costs: Costs,
         *,
         users: Iterable[BoardUser] = (),
+        lots: Mapping[str, LotRule] = _NO_LOTS,
     ) -> None:
         self.policy, self.costs = policy, costs
         self.arrivals = sorted(arrivals, key=lambda arrival: (arrival.at_s, arrival.task))
@@ -283,6 +301,9 @@ class World:
         self._meter = Meter()
         self._resized = False  # True if any task was ever resized
         self._waited_for: dict[str, list[str]] = {}
+        members = Counter(arrival.lot for arrival in self.arrivals)
+        self.lots = {id: ReplayedLot(rule, coming=members[id]) for id, rule in lots.items()}
+        self._unmade: dict[str, Arrival] = {}  # members of lots that have arrived
 
     @property
     def now_s(self) -> float:
@@ -314,8 +335,14 @@ class World:
             self._happen(event)
         self._let_it_be(at_us)
         while self._came < len(self.arrivals) and self._comes_us[self._came] <= at_us:
-            self._arrive(self.arrivals[self._came])
+            arrival = self.arrivals[self._came]
             self._came += 1
+            if (lot := self.lots.get(arrival.lot)) is None:
+                self._arrive(arrival)
+            else:
+                self._unmade[arrival.task] = arrival
+                lot.arrive(arrival.task)
+                self._admit(lot)
 
     def _let_it_be(self, at_us: int) -> None:
         if at_us != self.now_us:
@@ -383,6 +410,8 @@ class World:
             self._take_seats(task)
         elif says == Move.Spliced:
             self._spliced(task)
+        elif says == "rung":
+            self._reach_rung(task)
         elif self._resized and self._outdated(event):
             return
         elif says == Move.Finished and self.now_us > self.runs[id].safe_us:
@@ -437,6 +466,7 @@ class World:
         run = self.runs[task.id]
         lasts_us = begins_in_us + -(-run.left_us // run.speed)
         run.ends_us = self.now_us + lasts_us
+        self._plan_rung(task)
         self._say(Move.Finished, task, lasts_us)
 
     def _let_go(self, task: BoardTask, says: str) -> None:
@@ -484,6 +514,7 @@ class World:
         self.board.set_task(waiting)
         if not waiting.saved:
             self._say("Saved", waiting, _us(self.costs.save_s))
+        self._rest(waiting)
 
     def _recharge(self, before: BoardTask) -> None:
         """Book what a task has held since it started, before its cost changes."""
@@ -551,11 +582,71 @@ class World:
         self.done += 1
         wanted = max(done.width, len(done.holds)) if done.elastic else done.width
         self._meter.want(self.now_us, run.arrival.counted_for, -wanted, _milli(done))
-        self.board.drop_task(done.id)
-        for id in self._waited_for.pop(done.id, ()):
+        self._drop(done.id)
+        if (lot := self.lots.get(run.arrival.lot)) is not None:
+            while run.rung < len(run.arrival.rungs):  # those at its very end
+                self._report_rung(lot, run)
+            lot.end(done.id)
+            self._admit(lot)
+
+    def _drop(self, done: str) -> None:
+        """Take an ended task off the board, and let those start that waited for its end."""
+        self.board.drop_task(done)
+        for id in self._waited_for.pop(done, ()):
             task = self.tasks[id]
-            left = tuple(needed for needed in task.conditions.waits_for if needed != done.id)
+            left = tuple(needed for needed in task.conditions.waits_for if needed != done)
             self.board.set_task(changed(task, conditions=Conditions(waits_for=left)))
+
+    # --- members of lots at their rungs ---
+
+    def _admit(self, lot: ReplayedLot) -> None:
+        """Let members begin, or go on past a rung, while there is room; else stop the losers."""
+        for id in lot.admit():
+            if (arrival := self._unmade.pop(id, None)) is not None:
+                self._arrive(arrival)
+                continue
+            task, arrival = self.tasks[id], self.runs[id].arrival
+            self._meter.want(self.now_us, arrival.counted_for, task.width, _milli(task))
+            self.board.set_task(changed(task, conditions=_FREE, waiting_since_s=self.now_s))
+        for id in lot.stop_losers():
+            self.runs[id].finished_us = self.runs[id].rested_us
+            self.done += 1
+            self._drop(id)
+
+    def _plan_rung(self, task: BoardTask) -> None:
+        """Set when a task reaches its next rung, if it goes on as it does."""
+        run = self.runs[task.id]
+        if run.rung < len(run.arrival.rungs):
+            run.rung_us = max(self.now_us, run.reaches_us())
+            self._say("rung", task, run.rung_us - self.now_us)
+
+    def _reach_rung(self, task: BoardTask) -> None:
+        run = self.runs[task.id]
+        if task.state not in ON_A_DEVICE or self.now_us != run.rung_us or self.now_us > run.safe_us:
+            return  # it was resized since, or does not step
+        lot = self.lots[run.arrival.lot]
+        self._report_rung(lot, run)
+        if lot.has_lost(task.id):
+            self.board.set_task(changed(self.tasks[task.id], conditions=_AT_RUNG))
+        self._plan_rung(task)
+        self._admit(lot)
+
+    def _report_rung(self, lot: ReplayedLot, run: _Run) -> None:
+        mark = run.arrival.rungs[run.rung]
+        run.rung += 1
+        for id in lot.reach(run.arrival.task, mark.value):
+            if id in self.tasks:
+                self.board.set_task(changed(self.tasks[id], conditions=_FREE))
+
+    def _rest(self, task: BoardTask) -> None:
+        """Let a member that has lost rest, now that it has left its devices."""
+        run = self.runs[task.id]
+        lot = self.lots.get(run.arrival.lot)
+        if lot is not None and lot.has_lost(task.id):
+            run.rested_us = self.now_us
+            self._meter.want(self.now_us, run.arrival.counted_for, -task.width, _milli(task))
+            lot.rest(task.id)
+            self._admit(lot)
 
     def _say(self, says: str, task: BoardTask, in_us: int) -> None:
         self._seq += 1
@@ -652,7 +743,7 @@ class World:
         )
 
 
-_FREE = Conditions()
+_FREE, _AT_RUNG = Conditions(), Conditions(hold=HELD_AT_RUNG)
 
 
 def _left_s(task: BoardTask, run: _Run, devices: int) -> float | None:
@@ -680,7 +771,8 @@ def _since(arrival: Arrival, at_us: int | None) -> float:
 
 
 def _lost_s(run: _Run) -> float:
-    return _since(run.arrival, run.finished_us) - run.arrival.work_s
+    left_s = run.left_us / run.arrival.ranks / 1e6  # of a member that was stopped at a rung
+    return _since(run.arrival, run.finished_us) - (run.arrival.work_s - left_s)
 
 
 def _us(seconds: float) -> int:

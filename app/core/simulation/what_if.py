@@ -20,6 +20,7 @@ from app.core.fairness.fair_tree import ALL
 from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.device_meter import Interval, Key
+from app.core.simulation.replayed_lot import LotRule
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 #: policy -> (one queue for all tenants?, may tasks be paused?, which tasks may pass a waiting gang)
@@ -52,6 +53,7 @@ class Setup:
     named: str = "fair"
     costs: Costs = field(default_factory=Costs)
     until_s: float = math.inf
+    lots: Mapping[str, LotRule] = field(default_factory=dict)  # those with a rule `stop`
 
 
 def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Report, Value]:
@@ -74,6 +76,7 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
         checked=False,
         keep_timeline=False,
         users=users,
+        lots=setup.lots,
         go_on=go_on,
     )
     return report, summary(setup, fitting, report)

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from app.core.simulation.simulator import Costs
-from app.db.models import Lot, Need, RequestNeed, Tenant, User
+from app.db.models import Lot, Need, RequestNeed, RungResult, Tenant, User
 from app.insight import simulations
 from app.scheduling import ledger
 from tests.app.conftest import problem
@@ -350,3 +350,36 @@ def test_member_of_a_lot_comes_in_place_of_an_earlier_one(session, scenery):
     )
     after = {arrival.task: arrival.after for arrival in scene.arrivals}
     assert [after[id] for id in members] == [(), (), *((id,) for id in members[:3])]
+
+
+def test_members_of_a_sweep_pause_at_their_rungs_and_their_losers_end_with_it(session, scenery):
+    """Three members of which the first has the best loss; the others were stopped at the rung."""
+    red = scenery.tenant("red")
+    scenery.device("d0"), scenery.device("d1")
+    lot = scenery.task(red, "done", island=None)
+    lot.lot_id = lot.id
+    stop = {"metric": "loss", "goal": "min", "rungs": [10, 30], "keep": 0.33}
+    lot.descriptor = {**lot.descriptor, "stop": stop}
+    scenery.add(Lot(id=lot.id, count=3, at_once=2))
+    members = [
+        ended(scenery, red, held_s=held_s, step=step, lot_id=lot.id, lot_index=index, state=state)
+        for index, (held_s, step, state) in enumerate(
+            [(40.0, 40, "done"), (12.0, 12, "cancelled"), (11.0, 11, "cancelled")]
+        )
+    ]
+    results = [(0, 0, 10, 0.1), (0, 1, 30, 0.05), (1, 0, 10, 0.2), (2, 0, 11, None)]
+    for index, rung, step, value in results:
+        whose = {"task_id": members[index].id, "lot_id": lot.id}
+        scenery.add(RungResult(rung=rung, step=step, value=value, **whose))
+    scene, _, _ = simulations.of_history(
+        session, "isle", since=NOON, until=NOON + timedelta(days=1), durations_known=True
+    )
+    arrivals = {arrival.task: arrival for arrival in scene.arrivals}
+    marks = [[(m.work_s, m.value) for m in arrivals[one.id].rungs] for one in members]
+    assert marks == [[(10.0, 0.1), (30.0, 0.05)], [(10.0, 0.2)], [(11.0, None)]]
+    assert {arrivals[one.id].lot for one in members} == {lot.id}
+    assert not any(arrival.after for arrival in scene.arrivals), "the lot's room admits them"
+    wide = simulations.WhatIf(devices={"cpu": 4})
+    for run in simulations.compare(scene, wide, Costs()):
+        assert (run["finished"], run["lasted_s"], run["pauses"]) == (3, 40.0, 1), run["run"]
+        assert run["device_h"] == round((40 + 10 + 11) / 3600, 3), run["run"]
