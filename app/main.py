@@ -31,6 +31,7 @@ from app.api.middleware import AtOnce, BodyLimit, KnownHosts, RequestId
 from app.api.routes import audit as audit_routes
 from app.api.routes import budgets as budget_routes
 from app.api.routes import bundles as bundle_routes
+from app.api.routes import channels as channel_routes
 from app.api.routes import checkpoints as checkpoint_routes
 from app.api.routes import datablocks as datablock_routes
 from app.api.routes import devices as device_routes
@@ -103,6 +104,7 @@ def _routers() -> list[Any]:
         tenant_routes.users,
         budget_routes.router,
         webhook_routes.router,
+        channel_routes.router,
         secret_routes.router,
         device_routes.router,
         preset_routes.router,

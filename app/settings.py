@@ -83,6 +83,20 @@ def _issuer(url: str) -> str:
     return url
 
 
+def _web_address(url: str) -> str:
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise ValueError("must be an http or https address")
+    return url
+
+
+def _mail_server(url: SecretStr) -> SecretStr:
+    parts = urlsplit(url.get_secret_value())
+    if url.get_secret_value() and (parts.scheme not in ("smtp", "smtps") or not parts.hostname):
+        raise ValueError("must be smtp://HOST:PORT or smtps://HOST:PORT")
+    return url
+
+
 def _grants(written: dict[str, str]) -> dict[str, str]:
     grants.read(written)
     return written
@@ -150,6 +164,11 @@ class Settings(BaseSettings):
     # webhooks: networks, separated by commas, that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
     webhook_timeout_s: float = Field(15.0, gt=0)  # time limit for a receiver to answer
+    # address at which people open the pages, for links in messages to channels; "": no links
+    public_url: Annotated[str, AfterValidator(_web_address)] = ""
+    # mail: smtp://USER:PASSWORD@HOST:PORT, or smtps:// for TLS from the start; "": no mail
+    smtp_url: Annotated[SecretStr, AfterValidator(_mail_server)] = SecretStr("")
+    mail_from: str = Field("", pattern=r"^([^\s@<>]+@[^\s@<>]+)?$")  # sender of mails
     # names and addresses under which the API answers, with commas; *.NAME: all below; "": any
     hosts: str = Field("", pattern=r"^[\w.*:,-]*$")
     # the index of packages for environments, an address as `uv` takes it; default: uv's own

@@ -33,6 +33,7 @@ from app.core.model.provisions.lots import (
 )
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
+from app.core.model.provisions.notify import EVENTS, MOST_CHANNELS
 from app.core.model.provisions.retry import (
     DOES,
     GROWABLE,
@@ -729,6 +730,18 @@ _TASK = _object(
     ["name", "run"],
 )
 
+_CHANNEL = _object(
+    {
+        "to": {"type": "string", "description": "name of a channel of the tenant"},
+        "on": {
+            "type": "array",
+            "items": {"type": "string", "enum": list(EVENTS)},
+            "description": "what is told there; default: done, failed, cancelled",
+        },
+    },
+    ["to"],
+)
+
 SCHEMA = {
     **_object(
         {
@@ -774,19 +787,27 @@ SCHEMA = {
                 "additionalProperties": {"type": "string"},
                 "description": "names and values of your own, by which lists can be filtered",
             },
-            "notify": _object(
-                {
-                    "webhook": {
-                        "type": "string",
-                        "description": "http(s) URL that is called when the request ends, or when"
-                        " a lot of it is held",
-                    },
-                    "on": _texts(
-                        "for what it is called: done, failed, cancelled (the default: each end),"
-                        " and held: more members of a lot failed than `max_failures` allows"
+            "notify": {
+                "anyOf": [
+                    _object(
+                        {
+                            "webhook": {
+                                "type": "string",
+                                "description": "http(s) URL that is called when the request ends,"
+                                " or when a lot of it is held",
+                            },
+                            "on": _texts(
+                                "for what it is called: done, failed, cancelled (the default: each"
+                                " end), and held: more members of a lot failed than `max_failures`"
+                                " allows"
+                            ),
+                        }
                     ),
-                }
-            ),
+                    {"type": "array", "maxItems": MOST_CHANNELS, "items": _CHANNEL},
+                ],
+                "description": "who is told of the request: channels of the tenant, or one URL;"
+                " default: what `PUT /v1/me/notifications` set",
+            },
         },
         ["tasks"],
     ),

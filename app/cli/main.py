@@ -17,7 +17,7 @@ from app.cli.root_command import app
 from app.cli.verbs import service, submit, work
 from app.cli.interactive import tunnels, sessions, notebooks
 from app.cli.verbs import data, running_files, environments, mounts, container_images
-from app.cli.verbs import actions, secrets, fleet, admin, budgets
+from app.cli.verbs import actions, secrets, channels, fleet, admin, budgets
 
 # isort: on
 
@@ -35,6 +35,7 @@ MODULES = (
     container_images,
     actions,
     secrets,
+    channels,
     fleet,
     admin,
     budgets,

@@ -994,6 +994,30 @@ def webhook(value: JSON) -> RenderableType:
     )
 
 
+CHANNELS = [
+    Column("NAME", lambda c: c["name"], whole=True),
+    Column("KIND", lambda c: c["kind"]),
+    Column("STATE", lambda c: "answered 410" if c["disabled_at"] else "on"),
+    Column("ID", lambda c: c["id"], whole=True, wide=True),
+    Column("TENANT ID", lambda c: c["tenant_id"], whole=True, wide=True),
+]
+
+USUAL_CHANNELS = [
+    Column("CHANNEL", lambda c: c["to"], whole=True),
+    Column("TOLD OF", lambda c: ", ".join(c["on"])),
+]
+
+
+def channel(value: JSON) -> RenderableType:
+    told: list[tuple[str, object]] = [("channel", value["name"]), ("kind", value["kind"])]
+    if value["kind"] == "webhook":
+        told += [
+            ("signing secret", value["secret"]),
+            ("", "Copy the signing secret now: it is not shown again."),
+        ]
+    return facts(told)
+
+
 SECRETS = [
     Column("NAME", lambda s: s["name"], whole=True),
     Column("FOR", lambda s: "the tenant" if s["user_id"] is None else "you"),

@@ -92,7 +92,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
     BudgetPeriod: ("adjustments",),
     ApiKey: ("user_id", "role", "scopes", "name", "replaced_by", "expires_at", "revoked_at"),
     Secret: ("tenant_id", "user_id", "name", "set_by", "set_at"),
-    Webhook: ("tenant_id", "url", "events", "rotated_at", "disabled_at"),
+    Webhook: ("tenant_id", "url", "events", "name", "kind", "rotated_at", "disabled_at"),
     Host: ("cordoned",),
     Device: ("cordoned", "cost_milli", "fitness"),
     Enrolment: ("key", "enrolled_by", "revoked_at"),
@@ -270,6 +270,8 @@ def _note(book: _Book, row: Base, action: str, before: dict[str, Any]) -> None:
 
 def _target(row: Base) -> tuple[str, str]:
     kind = _KINDS.get(type(row), type(row).__name__.lower())
+    if isinstance(row, Webhook) and row.name is not None:
+        kind = "channel"
     return kind, "/".join(str(part) for part in inspect(row).mapper.primary_key_from_instance(row))
 
 

@@ -1,20 +1,21 @@
 """Compares the file with the key of secrets with what the database holds encrypted.
 
-The database has secrets and the keys of tenants' images, encrypted with keys that are only in the
-file.  A restore that leaves the file behind must not make a new key without a word: whatever is set
-afterwards hides that all else is lost.
+The database has secrets, the keys of tenants' images and the addresses of channels, encrypted with
+keys that are only in the file.  A restore that leaves the file behind must not make a new key
+without a word: whatever is set afterwards hides that all else is lost.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from app.core.units import counted
-from app.db.models import ImageKey, Secret
+from app.db.models import ImageKey, Secret, Webhook
 from app.storage.sealing import Keyring, NoKey
 
 
@@ -41,7 +42,12 @@ def lost(session: Session, file: Path) -> str:
         if not file.exists():
             why = f"there is no {file}; copy it back from your backup"
     found = Counter[str]()
-    for table, thing in ((Secret, "secret"), (ImageKey, "key of images")):
+    tables: tuple[tuple[Any, str], ...] = (
+        (Secret, "secret"),
+        (ImageKey, "key of images"),
+        (Webhook, "address of a channel"),
+    )
+    for table, thing in tables:
         query = select(func.count()).select_from(table).where(table.key_id.not_in(known))
         found[thing] = session.scalars(query).one()
     if not found.total():
@@ -53,7 +59,12 @@ def lost(session: Session, file: Path) -> str:
 def forget_lost(session: Session, file: Path) -> int:
     """Remove what no key of the file opens; return the number of rows."""
     known = Keyring.read(file).ids
+    tables: tuple[tuple[Any, Any], ...] = (
+        (Secret, Secret.id),
+        (ImageKey, ImageKey.tenant_id),
+        (Webhook, Webhook.id),
+    )
     return sum(
         len(session.scalars(delete(table).where(table.key_id.not_in(known)).returning(id)).all())
-        for table, id in ((Secret, Secret.id), (ImageKey, ImageKey.tenant_id))
+        for table, id in tables
     )

@@ -44,6 +44,7 @@ from app.core.model.protocol.messages import JSON
 from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
+from app.core.model.provisions.notify import ChannelWish, Notify
 from app.core.security.addresses import networks
 from app.core.webhooks import urls
 from app.data import datablocks, graphs, mounts
@@ -58,7 +59,7 @@ from app.identity import secret_store
 from app.intake import environments, request_needs, starting_checkpoints, user_limits
 from app.intake.environments import WantedEnvironment
 from app.intake.request_needs import FoundRequests
-from app.messaging import outbox, webhooks
+from app.messaging import channels, outbox, webhooks
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
 from app.scheduling.journal.lots import IS_NO_MEMBER
@@ -105,7 +106,8 @@ class RequestFacts:
     bundle, None if the tenant has no such bundle; `signatures` are those of the classes in the
     bundle.  `offers` are the devices by kind, whether up at this moment or not.  `is_first` is True
     unless an earlier call had the same Idempotency-Key.  `preset_types` are the task types that
-    have a preset of their own. `user_limits` are those that hold for the user alone.
+    have a preset of their own. `user_limits` are those that hold for the user alone, and
+    `usual_channels` are told unless the request says whom to notify.
     """
 
     now: datetime
@@ -116,6 +118,7 @@ class RequestFacts:
     is_first: bool
     preset_types: Sequence[str]
     user_limits: Mapping[str, Any]
+    usual_channels: Sequence[ChannelWish] = ()
 
 
 # Grouped as texts, because grouping by JSON takes four times as long for ten thousand devices.
@@ -146,7 +149,8 @@ _GROUND = text(
         cast(:key as text) is null or exists (select from once),
         (select json_agg(distinct task_type) from presets),
         (select {LIMITS_OF_USER} from users u join tenants t on t.id = u.tenant_id
-            where u.id = :user)
+            where u.id = :user),
+        (select notify from users where id = :user)
     """
 )
 
@@ -163,7 +167,7 @@ def request_facts(session: Session, owner: Owner, once: Once) -> RequestFacts:
         "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
     }
     found = session.connection().execute(_GROUND, given).one()
-    now, path, entry_points, signatures, alike, is_first, types, limits = found
+    now, path, entry_points, signatures, alike, is_first, types, limits, notify = found
     return RequestFacts(
         now=now,
         path=[tenant_tree.OnPath(*row) for row in path],
@@ -173,6 +177,7 @@ def request_facts(session: Session, owner: Owner, once: Once) -> RequestFacts:
         is_first=is_first,
         preset_types=types or (),
         user_limits=limits or {},
+        usual_channels=channels.wishes(notify or ()),
     )
 
 
@@ -194,6 +199,7 @@ class Checked:
     `begun` are the checkpoints that tasks start from, and `graphs` the graphs that they run; both
     by the task's name.  `taken` are the datablocks that the inputs refer to, `after` the other
     requests that tasks need.  `notes` point out what is allowed but looks like a mistake.
+    `channels` are told of the request.
     """
 
     descriptor: Descriptor
@@ -203,6 +209,7 @@ class Checked:
     notes: Sequence[str] = ()
     environment: WantedEnvironment | None = None
     after: FoundRequests = request_needs.NONE
+    channels: Sequence[ChannelWish] = ()
 
     def shown(self) -> JSON:
         """Return the request with every default filled in."""
@@ -257,7 +264,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         *bad,
         *_secret_faults(session, owner, descriptor),
         *_tier_faults(descriptor.tier, facts.path),
-        *_notify_faults(descriptor),
+        *_notify_faults(session, owner, descriptor),
         *_type_faults(descriptor, facts.preset_types),
     ]
     more += _network_faults(descriptor, facts.path)
@@ -273,7 +280,15 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     descriptor, uncut = graphs.cut(graphs.named(descriptor, sent), sent, facts.offers)
     if uncut:
         raise _refused(BadInput, uncut)
-    return Checked(descriptor, begun, sent, taken, _notes(descriptor), environment, after)
+    told = _channels(descriptor, facts)
+    return Checked(descriptor, begun, sent, taken, _notes(descriptor), environment, after, told)
+
+
+def _channels(descriptor: Descriptor, facts: RequestFacts) -> Sequence[ChannelWish]:
+    """Return the channels that are told of the request: its own, or the user's usual ones."""
+    if descriptor.notify is None:
+        return facts.usual_channels
+    return () if isinstance(descriptor.notify, Notify) else descriptor.notify
 
 
 def _notes(descriptor: Descriptor) -> list[str]:
@@ -363,11 +378,13 @@ def _network_faults(descriptor: Descriptor, path: Sequence[tenant_tree.OnPath]) 
                 yield Fault(where, f"{wanted} is not allowed: {told}", "network")
 
 
-def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
-    if descriptor.notify is not None:
+def _notify_faults(session: Session, owner: Owner, descriptor: Descriptor) -> Iterator[Fault]:
+    if isinstance(descriptor.notify, Notify):
         told = urls.refusal(descriptor.notify.webhook, networks(settings().webhook_networks))
         if told is not None:
             yield Fault("/notify/webhook", told, "address")
+    elif descriptor.notify:
+        yield from channels.faults(session, owner.tenant_id, descriptor.notify, "/notify")
 
 
 def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
@@ -597,7 +614,7 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
     """
     owner, request, found = accepted.owner, accepted.request, accepted.found
     graphs.keep(session, owner.tenant_id, found.graphs.values())
-    if found.descriptor.notify is not None:
+    if isinstance(found.descriptor.notify, Notify):
         webhooks.expect_addresses(session, owner.tenant_id)
     environment, locked = None, None
     if found.environment is not None:
@@ -660,6 +677,8 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         "told": f"{owner.user_name} submitted {request['name']}: {n:,} task{'s' * (n > 1)}.",
     }
     session.connection().execute(_WRITE, given)
+    if found.channels:
+        channels.subscribe(session, owner.tenant_id, request["id"], found.channels)
     session.add_all(
         starting_checkpoints.copied(row, ids[name]) for name, row in found.begun.items()
     )

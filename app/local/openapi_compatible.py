@@ -24,6 +24,7 @@ _BOUNDS = {
 }  # fmt: skip
 _SAME = ("pattern", "format", "const", "propertyNames")
 _OF_TEXTS = ("pattern", "format")  # say nothing of other values
+_OF_OBJECTS = ("properties", "required", "additionalProperties")  # nor do these
 
 
 def breaks(before: Schema, after: Schema, *, under: str) -> list[str]:
@@ -186,7 +187,8 @@ def _alternatives(document: Schema, schema: Schema) -> Iterator[Schema]:
             yield from _alternatives(document, one)
     elif isinstance(schema.get("type"), list):
         for kind in schema["type"]:
-            of_others = () if kind == "string" else _OF_TEXTS
+            of_others = {*_OF_TEXTS} if kind != "string" else set[str]()
+            of_others |= {*_OF_OBJECTS} if kind != "object" else set()
             said = {name: value for name, value in schema.items() if name not in of_others}
             yield {**said, "type": kind}
     else:

@@ -3,11 +3,12 @@
     python -m app.local.secrets_key            make the file, unless it exists
     python -m app.local.secrets_key --new      put a new key first in the file; older ones stay
     python -m app.local.secrets_key --again    encrypt all secrets with the first key of the file,
-                                               and the keys of images
+                                               the keys of images, and channels
     python -m app.local.secrets_key --lost     remove what no key of the file opens; make a key
 
-The file is `ROUNDHOUSE_SECRETS_KEY`, HOME/secrets.key by default.  The API and the islands read it
-at each use.  After `--new`, copy it to all of them, run `--again`, and remove the older lines.
+The file is `ROUNDHOUSE_SECRETS_KEY`, HOME/secrets.key by default.  The API, control and the islands
+read it at each use.  After `--new`, copy it to all of them, run `--again`, and remove the older
+lines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 
 from app.db import transactions
 from app.identity import image_keys, secret_store, secrets_key
+from app.messaging import channels
 from app.settings import settings
 from app.storage.sealing import Keyring
 
@@ -38,11 +40,12 @@ def main() -> None:
         Keyring.add(path)
     told = f"{path} has {len(path.read_text('ascii').split())} keys\n"
     if asked.lost:
-        told += f"{removed} secrets and keys of images that no key opens were removed\n"
+        told += f"{removed} secrets, keys of images and channels that no key opens were removed\n"
     if asked.again:
         with transactions.transaction() as session:
             told += f"{secret_store.encrypt_again(session)} secrets were encrypted again\n"
             told += f"{image_keys.encrypt_again(session)} keys of images were encrypted again\n"
+            told += f"{channels.encrypt_again(session)} channels were encrypted again\n"
     sys.stdout.write(told)
 
 

@@ -7,7 +7,8 @@ If the sender dies, the next one sends the message again with the same id: at-le
 `core.webhooks.retries` decides when a message is sent again.
 
 A webhook without an address of its own stands for the addresses that requests of its tenant name in
-`notify`; they share its secret.
+`notify`; they share its secret. A webhook with a name is a channel (`messaging.channels`); what is
+told there is grouped first (`messaging.notifications`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 from standardwebhooks import Webhook as Signer
 
-from app.core.model.descriptor import HELD
-from app.core.webhooks import message_bodies, retries
+from app.core.model.provisions.notify import HELD
+from app.core.webhooks import channel_texts, message_bodies, retries
 from app.core.webhooks.message_bodies import TaskEnd
 from app.core.webhooks.retries import AttemptAnswer, Verdict
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Delivery, Task, Webhook
+from app.messaging import channels
+from app.messaging.channels import SealedAddress
 
 SECRET_BYTES = 32
 ATTEMPTS_KEPT = 30  # most attempts that are recorded for a message, the newest
@@ -61,7 +64,8 @@ _TOLD = text(
     """
     select w.id as webhook_id, w.url, w.events, r.tenant_id, r.id, r.name, r.state, r.labels,
         r.submitted_at, r.ended_at, r.descriptor -> 'notify' as notify
-    from requests r join webhooks w on w.tenant_id = r.tenant_id and w.disabled_at is null
+    from requests r
+    join webhooks w on w.tenant_id = r.tenant_id and w.disabled_at is null and w.name is null
     where r.id = any(:ids) order by r.id, w.id for key share of w
     """
 )
@@ -133,9 +137,11 @@ def _data(row: Any, ends: Sequence[TaskEnd]) -> dict[str, Any]:
 
 def try_out(session: Session, hook: Webhook) -> Delivery:
     """Write a test message."""
-    body = message_bodies.message_body(
-        message_bodies.TEST, transactions.now(session), {"webhook_id": hook.id}
-    )
+    now = transactions.now(session)
+    if hook.name is None:
+        body = message_bodies.message_body(message_bodies.TEST, now, {"webhook_id": hook.id})
+    else:
+        body = channel_texts.body(str(hook.kind), message_bodies.TEST, [], at=now, since=None)
     whose = {"webhook_id": hook.id, "tenant_id": hook.tenant_id, "url": hook.url}
     delivery = Delivery(id=new_id("msg"), type=message_bodies.TEST, body=body, **whose)
     session.add(delivery)
@@ -156,6 +162,8 @@ class Taken:
     url: str
     body: str
     secrets: tuple[str, ...]
+    kind: str
+    sealed: SealedAddress | None  # of a channel; `url` only names it
 
 
 # Looks only at the first few messages of each webhook, so a long queue of one costs the others
@@ -184,7 +192,8 @@ _TAKE = text(
     update deliveries d
     set attempt = d.attempt + 1, taken_until = now() + make_interval(secs => :lease_s)
     from mine, webhooks w where d.id = mine.id and w.id = d.webhook_id
-    returning d.id, d.attempt, now() as at, d.url, d.body, w.secret,
+    returning d.id as message, d.attempt, now() as at, d.url, d.body, w.secret,
+        w.id, w.tenant_id, w.name, coalesce(w.kind, 'webhook') as kind, w.key_id, w.encrypted,
         case when w.old_secret_until > now() then w.old_secret end as old_secret
     """
 )
@@ -195,11 +204,13 @@ def take(session: Session, most: int, *, call_s: float) -> list[Taken]:
     given = {"most": most, "per_tenant": PER_TENANT, "lease_s": call_s + RESOLVING_S}
     return [
         Taken(
-            id=row.id,
+            id=row.message,
             attempt=row.attempt,
             at=row.at,
             url=row.url,
             body=row.body,
+            kind=row.kind,
+            sealed=channels.sealed(row),
             secrets=tuple(one for one in (row.secret, row.old_secret) if one is not None),
         )
         for row in session.execute(_TAKE, given)

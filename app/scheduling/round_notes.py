@@ -23,6 +23,7 @@ class RoundNotes:
     spans     each of these charges alone: whose, over how many µs, micro-device-seconds
     orders    rows that are sent after the commit
     events    what is told about requests and tasks, in this order: columns of `events` by name
+    news      what channels may want to tell: request_id, type and task
     members   tasks that ended and are members of lots
     written   events that were written already, for `insight.counters`
     """
@@ -35,6 +36,7 @@ class RoundNotes:
     spans: list[tuple[tuple[str, str, str], int, int]] = field(default_factory=list)
     orders: list[OutboxOrder] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    news: list[dict[str, str]] = field(default_factory=list)
     members: list[Task] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
 

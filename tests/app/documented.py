@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from app.api import descriptor_schema
 from app.api.access import auth
+from app.api.routes.channels import ChannelOut
 from app.api.routes.secrets import SecretOut
 from app.api.routes.webhooks import DeliveryOut, WebhookOut
 from app.api.schemas.base import example_of
@@ -46,9 +47,11 @@ from app.db.models import (
     LogLine,
     Metric,
     Mount,
+    NewsItem,
     Placement,
     Preset,
     Request,
+    RequestChannel,
     RequestEvent,
     Secret,
     Task,
@@ -65,6 +68,7 @@ REQUEST, CHECKPOINT, KEY = example_of(RequestOut), example_of(CheckpointOut), ex
 DEVICE, HOST, ISLAND = example_of(DeviceOut), example_of(HostOut), example_of(IslandOut)
 SECRET = example_of(SecretOut)
 WEBHOOK, DELIVERY = example_of(WebhookOut), example_of(DeliveryOut)
+CHANNEL = example_of(ChannelOut)
 MOUNT = example_of(MountOut)
 ENVIRONMENT = example_of(EnvironmentWithLock)
 TASK, DATABLOCK = REQUEST["tasks"][0], example_of(DatablockOut)
@@ -175,7 +179,15 @@ def _told() -> Iterator[Any]:
     secret_url = "https://secret.invalid/of vision"
     yield Webhook(id=WEBHOOK["id"], url=secret_url, events=WEBHOOK["events"], **whose)
     yield Webhook(id="whk_" + "7" * 32, **whose)
-    for n, hook in enumerate((WEBHOOK["id"], WEBHOOK["id"], "whk_" + "7" * 32, "whk_" + "7" * 32)):
+    sealed = {"key_id": "k", "encrypted": b"secret of vision", "kind": "slack"}
+    for n, id in enumerate((CHANNEL["id"], "chn_" + "7" * 32)):
+        name = f"secret-of-vision-{n}"
+        yield Webhook(id=id, url=f"channel:{name}", name=name, **sealed, **whose)
+    named = {"request_id": REQUEST["id"], "webhook_id": CHANNEL["id"]}
+    yield RequestChannel(**named, events=[])
+    yield NewsItem(**named, type="task.preempted", task="secret-of-vision")
+    hooks = (WEBHOOK["id"], "whk_" + "7" * 32, CHANNEL["id"])
+    for n, hook in enumerate(each for each in hooks for _ in range(2)):
         yield Delivery(
             id=DELIVERY["id"] if not n else f"msg_{n}" + "7" * 31, webhook_id=hook,
             tenant_id=TENANT["id"], request_id=REQUEST["id"], url=secret_url,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Body, Query, Response
 from pydantic import Field
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import AnyAdmin, Authed, Caller, check_role
@@ -27,7 +27,7 @@ from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Delivery, Tenant, Webhook
 from app.db.transactions import Db
-from app.errors import BadInput, Conflict
+from app.errors import BadInput, Conflict, NotFound
 from app.identity import audit
 from app.messaging import webhooks
 from app.settings import settings
@@ -121,7 +121,7 @@ class DeliveryOut(Out):
     id: str = Field(description="The message's `webhook-id`; the same for each attempt.")
     webhook_id: str
     request_id: str | None = Field(description="null: a test message.")
-    url: str
+    url: str = Field(description="The address; of a channel `channel:` and its name.")
     type: str
     state: DeliveryState
     attempts: list[AttemptOut] = Field(description="The newest 30 attempts.")
@@ -216,7 +216,8 @@ def create_webhook(
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     if (told := refusal(body.url, networks(settings().webhook_networks))) is not None:
         raise BadInput.at("/url", told, "address")
-    of_tenant = select(func.count()).where(Webhook.tenant_id == tenant_id, Webhook.url.is_not(None))
+    mine = (Webhook.tenant_id == tenant_id, Webhook.url.is_not(None), Webhook.name.is_(None))
+    of_tenant = select(func.count()).where(*mine)
     if session.execute(of_tenant).scalar_one() >= MOST:
         raise Conflict(f"the tenant already has {MOST} webhooks; delete one first")
     hook = Webhook(
@@ -241,7 +242,7 @@ def list_webhooks(
     """Lists the webhooks of the tenants that you see.  The webhook without an address stands for
     all addresses that requests name in `notify`.
     """
-    query = select(Webhook).where(of_caller(caller, Webhook.tenant_id))
+    query = select(Webhook).where(of_caller(caller, Webhook.tenant_id), Webhook.name.is_(None))
     if tenant_id is not None:
         query = query.where(Webhook.tenant_id == tenant_id)
     found = paging.read(session, query, by=Webhook.id)
@@ -304,7 +305,7 @@ def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> di
     audit.asked(session, hook)
     delivery = webhooks.try_out(session, hook)
     response.headers["Location"] = f"/v1/deliveries/{delivery.id}"
-    return _delivery_shown(delivery)
+    return delivery_shown(delivery)
 
 
 # --- deliveries ---------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def list_deliveries(
     if state is not None:
         query = query.where(Delivery.state == state)
     found = paging.read(session, query, by=Delivery.id, newest_first=True)
-    return found.page([_delivery_shown(row) for row in found.rows])
+    return found.page([delivery_shown(row) for row in found.rows])
 
 
 @router.get(
@@ -338,12 +339,16 @@ def list_deliveries(
     responses=declared(404),
 )
 def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Lists deliveries to `notify`, newest first, without those to the tenant's webhooks."""
+    """Lists deliveries to the address or the channels of `notify`, newest first, without those to
+    the tenant's webhooks.  A message to a channel may tell of several requests; it is listed for
+    one of them.
+    """
     request = visible_request(session, caller, id)
     query = select(Delivery).join(Webhook, Webhook.id == Delivery.webhook_id)
-    query = query.where(Delivery.request_id == request.id, Webhook.url.is_(None))
+    is_named = or_(Webhook.url.is_(None), Webhook.name.is_not(None))
+    query = query.where(Delivery.request_id == request.id, is_named)
     found = paging.read(session, query, by=Delivery.id, newest_first=True)
-    return found.page([_delivery_shown(row) for row in found.rows])
+    return found.page([delivery_shown(row) for row in found.rows])
 
 
 @router.get(
@@ -355,7 +360,7 @@ def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db)
 def get_delivery(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows every attempt (the newest 30), and when the next one is due."""
     delivery, _ = _delivery(session, caller, id)
-    return _delivery_shown(delivery)
+    return delivery_shown(delivery)
 
 
 @router.post(
@@ -373,7 +378,7 @@ def redeliver(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     _check_enabled(hook)
     audit.asked(session, hook)
     webhooks.send_again(session, delivery)
-    return _delivery_shown(delivery)
+    return delivery_shown(delivery)
 
 
 @router.delete(
@@ -399,6 +404,8 @@ def delete_webhook(id: str, caller: Authed, session: Db) -> None:
 def _webhook(session: Session, caller: Caller, id: str, *, lock: bool = False) -> Webhook:
     # An island that ends a request may refer to the row while it is locked.
     hook = visible(session, caller, Webhook, id, lock=lock)
+    if hook.name is not None:  # a channel (`api.routes.channels`)
+        raise NotFound("webhook", id)
     check_role(caller, "platform_admin", "tenant_admin")
     return hook
 
@@ -424,6 +431,6 @@ def _shown(hook: Webhook) -> dict[str, Any]:
     return {**shown, "overlap_until": hook.old_secret_until}
 
 
-def _delivery_shown(delivery: Delivery) -> dict[str, Any]:
+def delivery_shown(delivery: Delivery) -> dict[str, Any]:
     shown = {name: getattr(delivery, name) for name in DeliveryOut.model_fields}
     return shown if delivery.state == "pending" else {**shown, "due_at": None}

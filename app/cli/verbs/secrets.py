@@ -51,7 +51,7 @@ def set_secret(
     """
     with root_command.connect(ctx) as client:
         path = _path(client, name, tenant_wide, tenant)
-        made = client.put(path, {"value": _value(name)})
+        made = client.put(path, {"value": hidden_value(f"Value of {name}")})
     show(made, output, lambda: _set_sentence(made))
 
 
@@ -65,9 +65,10 @@ def remove_secret(
     err().print(f"{name} is removed.")
 
 
-def _value(name: str) -> str:
+def hidden_value(what: str) -> str:
+    """Return a line of standard input, or what a person types without seeing it."""
     if sys.stdin.isatty():
-        return str(typer.prompt(f"Value of {name}", hide_input=True, err=True))
+        return str(typer.prompt(what, hide_input=True, err=True))
     return sys.stdin.read().removesuffix("\n").removesuffix("\r")
 
 

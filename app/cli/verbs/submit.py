@@ -159,6 +159,13 @@ def submit(
         str,
         typer.Option("--from", help="checkpoint from which it begins: ckp_..., or NAME@best"),
     ] = "",
+    notify: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--notify",
+            help="channel that is told of it: ml-alerts, or ml-alerts:failed,preempted; repeatable",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -206,6 +213,7 @@ def submit(
     _set_stop(descriptor, stop, keep_best)
     _set_order(descriptor, label or [], priority, tier)
     _set_after(descriptor, after or [])
+    _set_notify(descriptor, notify or [])
     folder = next((each for each in (bundle, source) if each is not None and each.is_dir()), None)
     is_offered = run is not None and not descriptor.get("environment")
     more = _environment(descriptor, folder, environment, python, is_offered=is_offered)
@@ -290,6 +298,7 @@ _OWN_OPTIONS = {
     "--max-failures",
     "--after",
     "--from",
+    "--notify",
     "--idempotency-key",
 }
 
@@ -497,6 +506,21 @@ def _after(said: str) -> JSON:
     if not name or len(more) > 2:
         raise typer.BadParameter(f"--after must be NAME, NAME:ON or NAME:ON:ELSE; got {said}")
     return {"request": name, **dict(zip(("on", "else"), more, strict=False))}
+
+
+def _set_notify(descriptor: JSON, notify: list[str]) -> None:
+    if not notify:
+        return
+    others = descriptor.get("notify") or []
+    if not isinstance(others, list):
+        raise typer.BadParameter("--notify names channels, and the descriptor names a webhook")
+    descriptor["notify"] = [*others, *map(channel_wish, notify)]
+
+
+def channel_wish(said: str) -> JSON:
+    """Return an entry of `notify`; the service checks its words."""
+    name, colon, events = said.partition(":")
+    return {"to": name, **({"on": events.split(",")} if colon else {})}
 
 
 def _must_read_params(source: Path | None, job: str) -> None:

@@ -64,6 +64,7 @@ from app.core.model.provisions.lots import Array, Matrix, read_lot
 from app.core.model.provisions.mounts import need_of, read_mounts
 from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, read_network
 from app.core.model.provisions.notice import Notice, read_notice
+from app.core.model.provisions.notify import ChannelWish, Notify, read_notify
 from app.core.model.provisions.resources import NO_RESOURCES, Resources, read_resources
 from app.core.model.provisions.retry import RetryPolicy, check_rules, read_retry
 from app.core.model.provisions.searches import LotSearch
@@ -74,9 +75,6 @@ from app.core.model.provisions.variables import check_variables, read_secrets, r
 JSON = dict[str, Any]
 
 TIERS = ("premium", "standard", "basic")
-ENDS = ("done", "failed", "cancelled")
-HELD = "held"  # a lot makes no more members, since too many failed
-TOLD = (*ENDS, HELD)  # what webhooks may tell of a request
 RUNS = ("job", "function", "command", "graph")
 OF_BEST = "@best"  # after the name of a request: its best checkpoint
 OF_REQUEST = "request"  # kind of a source that is an output of another request's task
@@ -105,7 +103,6 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
-_URL = re.compile(r"https?://[^\s/]\S*")
 _CHECKPOINT = re.compile(rf"ckp_[0-9a-f]{{32}}|{NAME.pattern}(/{NAME.pattern})?{OF_BEST}")
 
 _MODEL_RULE = "1 to 63 letters, digits, spaces and ._/()+-, starting with a letter or digit"
@@ -216,12 +213,6 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notify:
-    webhook: str
-    on: tuple[str, ...] = ENDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDescriptor:
     """Describes one task."""
 
@@ -286,7 +277,8 @@ class Descriptor:
     tasks: tuple[TaskDescriptor, ...]
     bundle: str | None
     labels: Mapping[str, str] = field(default_factory=dict)
-    notify: Notify | None = None
+    # what is called, or the channels that are told; () is nobody, None what the user usually wants
+    notify: Notify | tuple[ChannelWish, ...] | None = None
     environment: EnvironmentFile | None = None
 
 
@@ -306,7 +298,7 @@ def parse(body: object) -> Descriptor:
         tasks=_tasks(fields),
         bundle=fields.text("bundle", None, _DIGEST, _DIGEST_RULE),
         labels=_labels(fields),
-        notify=_notify(fields),
+        notify=read_notify(fields),
         environment=read_environment(fields.inside("environment")),
     )
     fields.close()
@@ -743,19 +735,6 @@ def _labels(fields: Fields) -> dict[str, str]:
                 where, "the value of a label must be a text of at most 255 characters", "type"
             )
     return labels
-
-
-def _notify(fields: Fields) -> Notify | None:
-    inside = fields.inside("notify")
-    if not inside.given:
-        return None
-    inside.require("webhook")
-    notify = Notify(
-        webhook=inside.text("webhook", "", _URL, "an http or https address"),
-        on=inside.texts("on", re.compile("|".join(TOLD)), f"of {', '.join(TOLD)}") or ENDS,
-    )
-    inside.close()
-    return notify
 
 
 # --- to JSON ------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ AREAS = {
     "simulations": "usage",
     "meta": "usage",
     "secrets": "work",
+    "channels": "work",
     "devices": "devices",
     "presets": "devices",
     "environments": "work",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from app.core.model.descriptor import ENDS, TOLD
+from app.core.model.provisions.notify import ENDS, TOLD
 
 TYPES = tuple(f"request.{what}" for what in TOLD)
 TEST = "webhook.test"

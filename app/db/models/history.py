@@ -5,7 +5,17 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Identity, Index, UniqueConstraint, func, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Identity,
+    Index,
+    UniqueConstraint,
+    func,
+    text,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of
@@ -79,6 +89,8 @@ class Webhook(Base):
     wants.
 
     A webhook without `url` stands for the addresses that requests name; a tenant has at most one.
+    One with a `name` is a channel, which requests name: `encrypted` is its address, sealed as
+    secrets are, and `url` only repeats the name.
     The secrets are stored unhashed, since every message is signed with them; `old_secret` signs too
     until `old_secret_until`.
     """
@@ -94,8 +106,13 @@ class Webhook(Base):
     rotated_at: Mapped[datetime | None]
     disabled_at: Mapped[datetime | None]
     created_at: Mapped[datetime] = now_column()
+    name: Mapped[str | None]
+    kind: Mapped[str | None]  # one of `core.webhooks.channel_texts.KINDS`
+    key_id: Mapped[str | None]
+    encrypted: Mapped[bytes | None]
     __table_args__ = (
         Index("ix_webhooks_tenant_id_id", "tenant_id", "id"),
+        Index("uq_webhooks_name", "tenant_id", "name", unique=True),
         Index(
             "uq_webhooks_addressless",
             "tenant_id",
@@ -148,6 +165,49 @@ class Delivery(Base):
             "tenant_id",
             postgresql_where=text("state = 'pending' and taken_until is not null"),
         ),
+    )
+
+
+class RequestChannel(Base):
+    """A channel that a request names, and the types of `events` that are told there.
+
+    `told` maps each type to the time of its last message, in seconds since 1970
+    (`core.webhooks.grouping`).
+    """
+
+    __tablename__ = "request_channels"
+    request_id: Mapped[str] = mapped_column(
+        ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True
+    )
+    webhook_id: Mapped[str] = mapped_column(
+        ForeignKey("webhooks.id", ondelete="CASCADE"), primary_key=True, index=True
+    )
+    events: Mapped[list[Any]] = json_column("[]")
+    told: Mapped[dict[str, Any]] = json_column()
+
+
+class NewsItem(Base):
+    """What happened to a request, `count` times, and is no message to the channel yet.
+
+    Control looks at it when it is due, and sends it or waits for more.
+    """
+
+    __tablename__ = "news"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    request_id: Mapped[str]
+    webhook_id: Mapped[str]
+    type: Mapped[str]
+    task: Mapped[str]
+    count: Mapped[int] = mapped_column(server_default="1")
+    at: Mapped[datetime] = now_column()
+    due_at: Mapped[datetime] = mapped_column(server_default=func.now(), index=True)
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["request_id", "webhook_id"],
+            ["request_channels.request_id", "request_channels.webhook_id"],
+            ondelete="CASCADE",
+        ),
+        Index("ix_news_request_id_webhook_id", "request_id", "webhook_id"),
     )
 
 

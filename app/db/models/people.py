@@ -101,6 +101,8 @@ class User(Base):
     budget: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     exhausted: Mapped[dict[str, Any]] = json_column()
     budget_ends_at: Mapped[datetime | None]
+    # channels that are told of requests that name none: {"to", "on"} each
+    notify: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)

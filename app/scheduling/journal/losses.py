@@ -155,6 +155,7 @@ def lose(
         task_writer.end_task(session, task, "task.cancelled", because)
     else:
         task_writer.tell(session, task, "task.lost", because, device=device, step=task.step)
+        task_writer.note_news(session, task, "task.retrying")
 
 
 def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str) -> None:

@@ -229,6 +229,8 @@ def _tell_held(session: Session, lot: Lot, member: Task) -> None:
     data = {"task": member.name.rpartition(".")[0]}
     event = {**owner, "type": "task.held", "message": told, "data": data}
     notes_of(session).events.append(event)
+    news = {"request_id": member.request_id, "type": "request.held", "task": ""}
+    notes_of(session).news.append(news)
     webhooks.announce_held(session, member.request_id, f"{data['task']}: {told}")
     task_writer.note_change(session, member)
 

@@ -80,7 +80,8 @@ _STATES = text(
                 and m.first_started_at is not null)) as started,
         count(distinct coalesce(t.island, '')) > 1 as spread,
         exists (select from request_needs n where n.needs_request_id = r.id
-            and n.outcome in ('', 'hold')) as is_awaited
+            and n.outcome in ('', 'hold')) as is_awaited,
+        exists (select from request_channels c where c.request_id = r.id) as has_channels
     from requests r join tasks t on t.request_id = r.id
     where r.id = any(:ids) and t.lot_index is null and (t.gang_id is null or t.gang_id = t.id)
     group by r.id order by r.id
@@ -108,6 +109,10 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
         if row.state == state:
             continue
         changed[state].append(row.id)
+        if row.has_channels:
+            what = "started" if state == "running" else state
+            news = {"request_id": row.id, "type": f"request.{what}", "task": ""}
+            notes_of(session).news.append(news)
         if state in ENDED:
             ended.append(row.id)
             told = {"message": f"The request {_HOW[state]}.", "data": {}}

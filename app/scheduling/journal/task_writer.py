@@ -180,6 +180,8 @@ def close_stay(session: Session, task: Task, placement: Placement, end: str) -> 
 def end_task(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
     task.ended_at, task.image_on = transactions.now(session), None
     task.move_to = task.moving = None
+    if task.state == "failed" and not (task.lot_id is not None and task.lot_index is None):
+        note_news(session, task, "task.failed")
     _nudge_abroad(session, task)
     if dropped := dropped_told(task.dropped or {}):  # a new row has no default yet
         message, data = f"{message} {dropped}", {**data, "dropped": task.dropped}
@@ -205,20 +207,35 @@ def tell(session: Session, task: Task, type_: str, message: str, **data: Any) ->
     note_change(session, task)
 
 
+def note_news(session: Session, task: Task, type_: str) -> None:
+    """Note what channels may want to tell of the task; `write_events` writes it."""
+    if not gang_tickets.is_ticket(task):
+        news = {"request_id": task.request_id, "type": type_, "task": task.name}
+        notes_of(session).news.append(news)
+
+
 def write_events(session: Session) -> None:
-    """Write the events that were noted so far, in one statement."""
+    """Write the events that were noted so far, and the news for channels, in one statement."""
     notes = notes_of(session)
     events, notes.events = notes.events, []
-    if events:
-        session.execute(_WRITE_EVENTS, {"events": json.dumps(events)})
+    news, notes.news = notes.news, []
+    if events or news:
+        session.execute(_WRITE_EVENTS, {"events": json.dumps(events), "news": json.dumps(news)})
         notes.written += events
 
 
 _WRITE_EVENTS = text(
     """
-    insert into events (tenant_id, request_id, task_id, type, message, data)
-    select tenant_id, request_id, task_id, type, message, data
-    from jsonb_populate_recordset(cast(null as events), cast(:events as jsonb))
+    with written as (
+        insert into events (tenant_id, request_id, task_id, type, message, data)
+        select tenant_id, request_id, task_id, type, message, data
+        from jsonb_populate_recordset(cast(null as events), cast(:events as jsonb))
+    )
+    insert into news (request_id, webhook_id, type, task)
+    select c.request_id, c.webhook_id, n.type, n.task
+    from jsonb_to_recordset(cast(:news as jsonb)) as n (request_id text, type text, task text)
+    join request_channels c on c.request_id = n.request_id and jsonb_exists(c.events, n.type)
+    order by c.request_id, c.webhook_id
     """
 )
 

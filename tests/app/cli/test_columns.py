@@ -105,6 +105,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
     "IMAGES": (["GET /mounts"], {}),
     "WEBHOOKS": (["GET /webhooks"], {}),
     "DELIVERIES": (["GET /webhooks/{id}/deliveries", "POST /deliveries/{id}/redeliver"], {}),
+    "CHANNELS": (["GET /channels"], {}),
     "SECRETS": (["GET /secrets"], {}),
     "KEYS": (["GET /keys"], {"user": "a"}),
     "USERS": (["GET /users"], {"tenant": "a"}),
@@ -116,7 +117,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
 }
 #: Columns of rows that the command makes itself, or that lie inside an answer
 #: (`test_running_files` shows these).
-OWN = {"CHECKS", "KEPT_FILES", "OUTPUTS", "RUNNING_FILES"}
+OWN = {"CHECKS", "KEPT_FILES", "OUTPUTS", "RUNNING_FILES", "USUAL_CHANNELS"}
 
 
 def _columns() -> dict[str, list[Column]]:
@@ -191,6 +192,7 @@ ANSWERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "served": ("GET /devices/{id}", lambda value: wording.served("drain", [value], {})),
     "usage": ("GET /usage", of_usage),
     "webhook": ("POST /webhooks", wording.webhook),
+    "channel": ("POST /channels", wording.channel),
     "key": ("POST /keys", wording.key),
     "tenant": ("GET /tenants/{id}", wording.tenant),
     "tenants": ("GET /tenants", lambda value: wording.as_tree([value])),

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import func, text, update
 
 from app.core.model.provisions import notice
-from app.db.models import Device, Request, Task
+from app.db.models import Device, Request, Task, Webhook
 from app.db.transactions import transaction
 from app.messaging.live_updates import changes
 from tests import command_line
@@ -69,6 +69,9 @@ def folder(server, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("ROUNDHOUSE_KEY", server.world.keys["red.member"])
     with transaction() as session:
         session.execute(update(Device).values(facts=FACTS))
+        hook = {"tenant_id": "ten_red", "url": "channel:team-mail", "secret": ""}
+        sealed = {"kind": "mail", "key_id": "k", "encrypted": b""}
+        session.add(Webhook(id="chn_1", name="team-mail", **hook, **sealed))
         old = session.get_one(Device, "h.0")
         for number in range(4):
             about = {"host": "h", "island": "isle", "kind": "cuda", "memory_bytes": 80 * 10**9}

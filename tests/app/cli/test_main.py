@@ -1601,6 +1601,39 @@ class TestWebhooks:
         assert "tenant_admin" in result.stderr
 
 
+class TestChannels:
+    def test_channel_is_added_named_and_removed(self, run):
+        words = ("--as", "platform", "channel")
+        address = "https://hooks.example.org/services/S3CR3T"
+        made = run(
+            *words, "add", "ml-alerts", "--kind", "slack", "--tenant", "alpha", input=address
+        )
+        assert made.exit_code == 0, made.output
+        listed = json.loads(run("channel", "list", "-o", "json").stdout)
+        assert [each["name"] for each in listed] == ["ml-alerts"]
+        assert "ml-alerts" in (table := run("channel", "list").stdout)
+        [sent] = json.loads(run(*words, "test", "ml-alerts", "-o", "json").stdout)
+        assert sent["url"] == "channel:ml-alerts"
+        assert sent["id"] in run(*words, "deliveries", "ml-alerts", "-o", "json").stdout
+        assert "S3CR3T" not in made.output + table + json.dumps(listed)
+        usual = run("channel", "usual", "ml-alerts:failed,preempted", "-o", "json")
+        wish = {"to": "ml-alerts", "on": ["failed", "preempted"]}
+        assert json.loads(usual.stdout) == {"notify": [wish]}
+        assert "failed, preempted" in run("channel", "usual").stdout
+        assert json.loads(run("channel", "usual", "--none", "-o", "json").stdout) == {"notify": []}
+        assert run("channel", "remove", "ml-alerts").exit_code == 3
+        assert run(*words, "remove", "ml-alerts").exit_code == 0
+        assert run(*words, "remove", "ml-alerts").exit_code == 2
+
+    def test_submit_names_channels(self, run, code, monkeypatch):
+        (code / "main.py").write_text("print('hello')\n")
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(Client, "submit", lambda self, body, key: sent.append(body) or body)
+        given = ("--notify", "a", "--notify", "b:failed,done")
+        assert run("submit", code / "main.py", "-o", "json", *given).exit_code == 0
+        assert sent[0]["notify"] == [{"to": "a"}, {"to": "b", "on": ["failed", "done"]}]
+
+
 class TestSecrets:
     def test_secret_is_set_from_standard_input_listed_and_removed(self, run):
         result = run("secret", "set", "HF_TOKEN", input="hf_correct-horse\n")

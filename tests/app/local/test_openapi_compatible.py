@@ -9,6 +9,7 @@ import pytest
 
 from app.local.openapi_compatible import breaks
 
+OPTIONS = {"type": ["object", "null"], "properties": {"a": {"type": "string"}}}
 IN: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -16,6 +17,7 @@ IN: dict[str, Any] = {
         "size": {"type": ["integer", "null"], "minimum": 1},
         "tier": {"type": "string", "enum": ["a", "b"]},
         "parts": {"type": "array", "items": {"$ref": "#/components/schemas/Part"}},
+        "options": OPTIONS,
     },
     "required": ["name"],
     "additionalProperties": False,
@@ -149,6 +151,9 @@ HARMLESS = {
     ),
     "texts of a form in the place of none": lambda x: x.field("size").update(
         type=["number", "null", "string"], pattern="^[0-9]+GB$"
+    ),
+    "a list beside an object or null": lambda x: x.taken["properties"].update(
+        options={"anyOf": [{**OPTIONS, "type": "object"}, {"type": "array"}, {"type": "null"}]}
     ),
     "more media types are taken": lambda x: x.post["requestBody"]["content"].update(
         {"application/yaml": {}}

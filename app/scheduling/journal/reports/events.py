@@ -168,6 +168,9 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     )
     if task.moving is not None and task.seat == task.moving["to"]:
         _moved(session, task, lost)
+        task_writer.note_news(session, task, "task.moved")
+    elif event.resumed != "fresh":
+        task_writer.note_news(session, task, "task.resumed")
 
 
 def _moved(session: Session, task: Task, lost: int) -> None:
@@ -326,6 +329,8 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     stopped = "Paused" if task.hold or stops_to_move or event.unstored else "Preempted"
     told = f"{stopped} on {device} after step {event.step}; no step lost."
     task_writer.tell(session, task, "task.paused", told, device=device, step=event.step)
+    if stopped == "Preempted":
+        task_writer.note_news(session, task, "task.preempted")
     if event.lacks:
         _wait_for(session, task, event.lacks)
     if event.unstored:
@@ -435,6 +440,8 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     retries.apply(session, task, event, decision)
     type_ = "task.held" if decision.is_held else "task.retry"
     task_writer.tell(session, task, type_, f"{event.message} {decision.told}", **said)
+    if not decision.is_held:
+        task_writer.note_news(session, task, "task.retrying")
 
 
 def _is_excused(session: Session, placement: Placement, event: messages.Failed) -> bool:

@@ -27,6 +27,7 @@ from app.main import app as service
 from app.messaging.live_updates import changes
 from tests.app.conftest import BUNDLE, descriptor, sha256
 from tests.app.documented import (
+    CHANNEL,
     CHECKPOINT,
     CHILD,
     DATABLOCK,
@@ -50,7 +51,7 @@ BUNDLE_OF_VISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f0
 IDS = [
     REQUEST["id"], TASK["id"], WAITING_REQUEST, WAITING_TASK, TENANT["id"], CHILD, USER["id"],
     KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION), WEBHOOK["id"], DELIVERY["id"],
-    DATABLOCK["name"], MOUNT["name"], SECRET["name"], ENVIRONMENT["id"],
+    DATABLOCK["name"], MOUNT["name"], SECRET["name"], ENVIRONMENT["id"], CHANNEL["id"],
 ]  # fmt: skip
 #: nothing of this is ever in an answer to blue, unless blue said it first
 MARKS = [
@@ -128,7 +129,9 @@ def own(as_, vision, session) -> dict[str, str]:
     submitted = client.post("/v1/requests", json=descriptor()).json()
     session.get_one(Request, submitted["id"]).state = "done"
     session.execute(delete(RequestEvent).where(RequestEvent.tenant_id == "ten_blue"))
-    session.add(Webhook(id="whk_blue", tenant_id="ten_blue", url="https://blue.invalid", secret=""))
+    hook = {"tenant_id": "ten_blue", "url": "https://blue.invalid", "secret": ""}
+    named = {"name": "its-own", "kind": "slack", "key_id": "k", "encrypted": b""}
+    session.add_all([Webhook(id="whk_blue", **hook), Webhook(id="chn_blue", **hook, **named)])
     session.commit()
     return {
         "requests": submitted["id"],
@@ -137,6 +140,7 @@ def own(as_, vision, session) -> dict[str, str]:
         "users": "usr_blue.member",
         "webhooks": "whk_blue",
         "datablocks": "its-own",
+        "channels": "chn_blue",
         "secrets": "ITS_OWN",
     }
 
@@ -305,6 +309,7 @@ MORE: dict[str, Any] = {
     "POST /v1/tenants": {"name": "new", "parent_id": TENANT["id"]},
     "POST /v1/users": {"name": "new", "tenant_id": TENANT["id"]},
     "POST /v1/webhooks": {"tenant_id": TENANT["id"]},
+    "POST /v1/channels": {"tenant_id": TENANT["id"]},
 }
 
 

@@ -48,8 +48,9 @@ WHO = (
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
 # checkpoint of that task, whose bytes are lost, as are those of its output y; {whk}, {msg}: a
-# webhook of red and a message to it; {mnt}: a mount for red; {env}: an environment of red; {graph}:
-# one that red has sent; {blk}: a datablock of red.member, its bytes lost likewise
+# webhook of red and a message to it; {chn}: a channel of red; {mnt}: a mount for red; {env}: an
+# environment of red; {graph}: one that red has sent; {blk}: a datablock of red.member, its bytes
+# lost likewise
 TABLE = """
 #                                       the answers to WHO, in its order         scope
 POST   /v1/requests                     401  403  202  202  202  422  422  403  work:write
@@ -134,6 +135,13 @@ GET    /v1/webhooks/{whk}               401  403  403  403  200  404  404  200  
 GET    /v1/secrets                      401  200  200  200  200  200  200  200  work:read
 PUT    /v1/secrets/WIDE                 401  403  403  403  200  403  422  200  work:write
 DELETE /v1/secrets/WIDE                 401  403  403  403  204  403  404  204  work:write
+POST   /v1/channels                     401  403  403  403  201  403  422  201  work:write
+GET    /v1/channels                     401  200  200  200  200  200  200  200  work:read
+POST   /v1/channels/{chn}/test          401  403  403  403  202  404  404  202  work:write
+GET    /v1/channels/{chn}/deliveries    401  403  403  403  200  404  404  200  work:read
+DELETE /v1/channels/{chn}               401  403  403  403  204  404  404  204  work:write
+GET    /v1/me/notifications             401  200  200  200  200  200  200  200  work:read
+PUT    /v1/me/notifications             401  403  200  200  200  200  200  200  work:write
 DELETE /v1/webhooks/{whk}               401  403  403  403  204  404  404  204  admin:write
 POST   /v1/webhooks/{whk}/rotate        401  403  403  403  200  404  404  200  admin:write
 POST   /v1/webhooks/{whk}/test          401  403  403  403  202  404  404  202  admin:write
@@ -202,6 +210,15 @@ BODIES = {
     "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
     "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
     "POST /v1/webhooks": {"json": {"url": "https://example.org/", "tenant_id": "ten_red"}},
+    "POST /v1/channels": {
+        "json": {
+            "name": "new",
+            "kind": "slack",
+            "address": "https://example.org/",
+            "tenant_id": "ten_red",
+        }
+    },
+    "PUT /v1/me/notifications": {"json": {"notify": []}},
     "PUT /v1/secrets/WIDE": {"json": {"value": "a value"}, "params": WIDE},
     "DELETE /v1/secrets/WIDE": {"params": WIDE},
     "PATCH /v1/devices/h.0": {"json": {"cost": 2.0}, "headers": {"If-Match": '"1"'}},
@@ -277,6 +294,7 @@ def _url(path, submitted, world):
         graph=GRAPH.sha256,
         blk="corpus",
         whk="whk_1",
+        chn="chn_1",
         msg="msg_1",
         mnt="pictures",
         env="env_1",
@@ -350,6 +368,8 @@ def _settle(session, submitted, *, ended):
     session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
     hook = {"tenant_id": task.tenant_id, "url": "https://example.org/"}
     session.add(Webhook(id="whk_1", secret=webhooks.new_secret(), **hook))
+    named = {"name": "ml-alerts", "kind": "slack", "key_id": "k", "encrypted": b""}
+    session.add(Webhook(id="chn_1", secret=webhooks.new_secret(), **hook, **named))
     whose = {"tenant_id": task.tenant_id, "key_id": "k", "encrypted": b"", "set_by": task.user_id}
     session.add(Secret(id="sct_1", name="WIDE", **whose))
     session.flush()
