@@ -83,14 +83,15 @@ def make(folder: Path, hosts: Iterable[str]) -> None:
 
 
 def _share_key(folder: Path) -> None:
-    """Give the API and the islands the same key for the secrets of tenants; an existing key is
-    kept.
+    """Give the API, control and the islands the same key for the secrets of tenants; an existing
+    key is kept.
 
-    If an administrator puts a newer key into the API's file, this copies it to the islands.
+    If an administrator puts a newer key into the API's file, this copies it to the others.
     """
-    files = [folder / role / "secrets.key" for role in ("api", "island")]
-    Keyring.make(files[0])
-    _write(files[1], files[0].read_bytes())
+    first, *others = (folder / role / "secrets.key" for role in ("api", "control", "island"))
+    Keyring.make(first)
+    for file in others:
+        _write(file, first.read_bytes())
 
 
 KEY = "signing.key"  # file name that a device worker expects

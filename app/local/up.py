@@ -275,7 +275,12 @@ def _schedulers(wanted: WantedSystem, env: Env) -> list[Spec]:
     ]
 
 
-_PASSWORDS = {"DATABASE_URL", "ROUNDHOUSE_OIDC_CLIENT_SECRET", "ROUNDHOUSE_SECRETS_KEY"}
+_PASSWORDS = {
+    "DATABASE_URL",
+    "ROUNDHOUSE_OIDC_CLIENT_SECRET",
+    "ROUNDHOUSE_SECRETS_KEY",
+    "ROUNDHOUSE_SMTP_URL",
+}
 
 
 def _host(env: Env, wanted: WantedSystem, name: str) -> Spec:

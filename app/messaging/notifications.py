@@ -23,7 +23,7 @@ from app.core.webhooks import channel_texts, grouping
 from app.core.webhooks.channel_texts import RequestTold
 from app.core.webhooks.grouping import RecentMessages, RequestNews
 from app.db import transactions
-from app.db.ids import new_id
+from app.db.ids import id_at, new_id
 from app.db.models import Delivery, NewsItem, Webhook
 from app.settings import settings
 
@@ -54,7 +54,7 @@ _RECENT = text(
     """
     select r.user_id, d.type, count(*) as times, max(d.created_at) as last_at
     from deliveries d join requests r on r.id = d.request_id
-    where d.webhook_id = :channel and d.created_at > now() - make_interval(secs => :hour_s)
+    where d.webhook_id = :channel and d.id > :since
     group by r.user_id, d.type
     """
 )
@@ -102,9 +102,10 @@ def _tell(session: Session, channel: Webhook) -> bool:
         return False
     given = {"channel": channel.id, "most": REQUESTS_AT_ONCE}
     rows = session.execute(_NEWS, given).all()
+    hour_ago_s = transactions.now_s(session) - grouping.HOUR_S
     recent = {
         (row.user_id, row.type): RecentMessages(count=row.times, last_at_s=row.last_at.timestamp())
-        for row in session.execute(_RECENT, given | {"hour_s": grouping.HOUR_S})
+        for row in session.execute(_RECENT, given | {"since": id_at("msg", hour_ago_s)})
     }
     by_group, done = defaultdict[tuple[str, str], dict[RequestNews, Any]](dict), list[int]()
     for row in rows:
@@ -118,7 +119,8 @@ def _tell(session: Session, channel: Webhook) -> bool:
         done += row.ids
         if not news.is_needless:
             by_group[row.user_id, row.type][news] = row
-    session.execute(delete(NewsItem).where(NewsItem.id.in_(done)))
+    # an array, since a statement takes at most 65,535 values
+    session.execute(text("delete from news where id = any(:done)"), {"done": done})
     for key, found in by_group.items():
         now_s = transactions.now_s(session)
         grouped = grouping.group(list(found), recent.get(key, RecentMessages()), now_s)

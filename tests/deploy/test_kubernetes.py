@@ -149,7 +149,7 @@ def test_device_worker_runs_the_command_of_the_compose_file_with_its_own_names(o
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_variables_of_the_compose_file_are_all_there(overlay):
-    of_others = {"ROUNDHOUSE_SECRETS_KEY"}  # names a file that the API and the islands have
+    of_others = {"ROUNDHOUSE_SECRETS_KEY"}  # names a file that the service has
     variables = environment(overlay)
     assert COMPOSED["environment"].keys() - of_others <= variables.keys()
     for name in ("ROUNDHOUSE_SANDBOX", "ROUNDHOUSE_SECRETS", "ROUNDHOUSE_REDIS_CA"):

@@ -24,6 +24,12 @@ def test_secrets_are_readable_by_their_owner_only(made):
     assert modes <= {0o700, 0o400, 0o600}
 
 
+def test_api_control_and_islands_have_the_same_key_and_hosts_have_none(made):
+    keys = {path.parent.name: path.read_bytes() for path in made.rglob("secrets.key")}
+    assert keys.keys() == {"api", "control", "island"}
+    assert len(set(keys.values())) == 1
+
+
 def test_existing_secrets_stay(made):
     before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
     container_secrets.make(made, ["local", "other"])

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select, text, update
 
 from app.core.model.protocol.messages import Alive, Failed, Finished, Paused, ResidentView, Started
 from app.core.webhooks.grouping import AT_ONCE
@@ -149,7 +149,10 @@ def let_time_pass(session, seconds: float) -> None:
     """Make everything older, and what waits due by as much."""
     ago = timedelta(seconds=seconds)
     session.execute(update(NewsItem).values(due_at=NewsItem.due_at - ago, at=NewsItem.at - ago))
-    session.execute(update(Delivery).values(created_at=Delivery.created_at - ago))
+    for row in session.scalars(select(Delivery)):
+        row.created_at -= ago
+        at_ms = int(row.id[4:16], 16) - int(seconds * 1000)
+        row.id = f"msg_{at_ms:012x}{row.id[16:]}"
     for row in session.scalars(select(RequestChannel)):
         row.told = {type_: at_s - seconds for type_, at_s in row.told.items()}
     session.commit()
@@ -278,6 +281,18 @@ class TestGrouped:
         assert types(session) == ["task.failed", "request.failed"]
         assert "500 times a task has failed (train.0, train.1," in texts(session)[0]
         assert session.scalars(select(NewsItem)).all() == []
+
+    def test_backlog_of_a_control_that_was_away_is_taken_in(self, session, submit):
+        task = submit("preempted")
+        [wish] = session.scalars(select(RequestChannel))
+        backlog = (
+            "insert into news (request_id, webhook_id, type, task) select :request, :channel,"
+            " 'task.preempted', 'train' from generate_series(1, 70000)"
+        )
+        given = {"request": task.request_id, "channel": wish.webhook_id}
+        session.execute(text(backlog), given)
+        [told] = texts(session)
+        assert "train was preempted 70000 times" in told
 
     def test_many_requests_of_a_user_are_told_together(self, session, submit):
         tasks = [submit("cancelled") for _ in range(AT_ONCE + 5)]
