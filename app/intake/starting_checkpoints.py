@@ -13,9 +13,9 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.checkpoints.best import RankedCheckpoint, best_checkpoints
-from app.core.model.descriptor import OF_BEST, Descriptor, Source, TaskDescriptor
+from app.core.model.descriptor import Descriptor, Source, TaskDescriptor
 from app.core.model.fields import Fault, escaped
-from app.core.model.provisions.best_rule import best_rule_in
+from app.core.model.provisions.best_rule import OF_BEST, best_rule_in
 from app.db.ids import new_id
 from app.db.models import Checkpoint, Task
 from app.db.transactions import AnyRow
@@ -51,28 +51,30 @@ def _with_ids(
             continue
         try:
             if name not in chosen:
-                chosen[name] = _best_of(session, request, ids[request], task)
-        except _NoBest as error:
+                chosen[name] = find_best(session, request, ids[request], task)
+        except NoBest as error:
             faults.append(Fault(where, str(error), "no-best-checkpoint"))
             continue
         tasks[n] = replace(tasks[n], from_checkpoint=chosen[name])
     return replace(descriptor, tasks=tuple(tasks)), faults
 
 
-class _NoBest(Exception):
+class NoBest(Exception):
     """Raised where `NAME@best` means no checkpoint; the text says why, and what to do."""
 
 
-def _best_of(session: Session, name: str, request_id: str, task: str) -> str:
-    """Return the id of the best checkpoint of a request, or of one of its tasks or lots."""
+def find_best(session: Session, name: str, request_id: str, task: str) -> str:
+    """Return the id of the best checkpoint of a request, or of one of its tasks, lots or members;
+    raises NoBest.
+    """
     by_task = defaultdict[str, list[AnyRow]](list)
     for row in _marked(session, request_id, task):
         by_task[row.of].append(row)
     if not by_task:
-        raise _NoBest(_why_none(session, name, request_id, task))
+        raise NoBest(_why_none(session, name, request_id, task))
     if len(by_task) > 1:
         named = ", ".join(f"{name}/{each}{OF_BEST}" for each in sorted(by_task))
-        raise _NoBest(f"several tasks of {name} have a best checkpoint; name one of them: {named}")
+        raise NoBest(f"several tasks of {name} have a best checkpoint; name one of them: {named}")
     [rows] = by_task.values()
     rule = best_rule_in({"checkpoint": rows[0].checkpoint})
     assert rule is not None, "only a task with a rule has best checkpoints"

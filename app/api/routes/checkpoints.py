@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Authed, Caller
-from app.api.access.visibility import task_to_act_on, visible
+from app.api.access.visibility import task_to_act_on, visible, visible_request
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import Page
@@ -20,7 +20,7 @@ from app.db.models import Checkpoint
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict, Gone, Unavailable
 from app.identity import audit
-from app.intake import pins
+from app.intake import pins, starting_checkpoints
 from app.settings import settings
 from app.storage.store import Damaged, Store
 from app.storage.tensor_export import Export, Unsayable
@@ -29,6 +29,9 @@ router = v1_router("checkpoints", 404)
 
 Names = Annotated[
     list[str] | None, Query(description="Names of the tensors to download; default: all.")
+]
+OfTask = Annotated[
+    str | None, Query(description="The name of the task, of the lot, or of one of its members.")
 ]
 _FILE = {
     "description": "One safetensors file.",
@@ -96,6 +99,26 @@ def export_checkpoint(
     return StreamingResponse(
         export.pieces(), media_type="application/octet-stream", headers=headers
     )
+
+
+@router.get(
+    "/requests/{id}/best-checkpoint",
+    response_model=CheckpointOut,
+    summary="Show the best checkpoint of a request",
+    responses=declared(409),
+)
+def get_best_checkpoint(id: str, caller: Authed, session: Db, task: OfTask = None) -> Checkpoint:
+    """Shows the best by `checkpoint.best`, of a lot over all its members; `from_checkpoint:
+    NAME@best` means this one.
+
+    409 if there is none yet, or if several tasks have one and `task` names none of them.
+    """
+    request = visible_request(session, caller, id)
+    try:
+        best = starting_checkpoints.find_best(session, request.name, request.id, task or "")
+    except starting_checkpoints.NoBest as error:
+        raise Conflict(str(error)) from error
+    return session.get_one(Checkpoint, best)
 
 
 @router.post(

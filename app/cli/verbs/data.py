@@ -14,6 +14,7 @@ from app.cli.client import JSON, Client
 from app.cli.folders import get_folder, put_folder
 from app.cli.root_command import DATA, NOT_FOUND, WORK, Format, Verbs, Which, app
 from app.cli.tables import Output, err, show, table
+from app.core.model.provisions.best_rule import OF_BEST
 
 
 @app.command(rich_help_panel=WORK)
@@ -136,7 +137,7 @@ def export(
         str,
         typer.Argument(
             metavar="NAME|CHECKPOINT",
-            help="a task (its newest checkpoint), or a checkpoint id ckp_...",
+            help="a task (its newest checkpoint), NAME@best, or a checkpoint id ckp_...",
         ),
     ],
     file: Annotated[Path, typer.Argument(help="file to write, such as model.safetensors")],
@@ -146,7 +147,7 @@ def export(
 ) -> None:
     """Write a checkpoint's tensors into a safetensors file."""
     with root_command.connect(ctx) as client:
-        id = checkpoint if checkpoint.startswith("ckp_") else _newest(client, checkpoint)
+        id = _checkpoint(client, checkpoint)
         size = client.download(f"/v1/checkpoints/{id}/safetensors", file, names=name or None)
     err().print(f"{file}: {size} bytes")
 
@@ -154,7 +155,8 @@ def export(
 _Checkpoints = Annotated[
     list[str],
     typer.Argument(
-        metavar="NAME|CHECKPOINT", help="a task (its newest checkpoint), or a checkpoint id ckp_..."
+        metavar="NAME|CHECKPOINT",
+        help="a task (its newest checkpoint), NAME@best, or a checkpoint id ckp_...",
     ),
 ]
 
@@ -173,9 +175,23 @@ def unpin(ctx: typer.Context, checkpoints: _Checkpoints, output: Format = Output
 
 def _pin(ctx: typer.Context, verb: str, given: list[str], output: Output) -> None:
     with root_command.connect(ctx) as client:
-        ids = [one if one.startswith("ckp_") else _newest(client, one) for one in given]
+        ids = [_checkpoint(client, one) for one in given]
         found = [client.post(f"/v1/checkpoints/{id}/{verb}") for id in ids]
     show(found, output, lambda: table(found, wording.PINNED, empty=""))
+
+
+def _checkpoint(client: Client, given: str) -> str:
+    """Return the id of a checkpoint that is named by it, as NAME@best, or as the newest of NAME."""
+    if given.startswith("ckp_"):
+        return given
+    if not given.endswith(OF_BEST):
+        return _newest(client, given)
+    kind, id = names.resolve(client, given.removesuffix(OF_BEST))
+    only = None
+    if kind == "tasks":
+        task = client.get(f"/v1/tasks/{id}")
+        id, only = task["request_id"], task["name"]
+    return str(client.get(f"/v1/requests/{id}/best-checkpoint", task=only)["id"])
 
 
 def _newest(client: Client, given: str) -> str:

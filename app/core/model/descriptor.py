@@ -46,7 +46,7 @@ from app.core.model.launchers import find_launcher
 from app.core.model.provisions import collectives, network_policy, notice, session
 from app.core.model.provisions.after_requests import AfterRequest, read_after_requests
 from app.core.model.provisions.artifacts import read_artifacts
-from app.core.model.provisions.best_rule import BestRule, read_best
+from app.core.model.provisions.best_rule import OF_BEST, BestRule, read_best
 from app.core.model.provisions.collectives import (
     EXACT,
     NATIVE,
@@ -76,7 +76,6 @@ JSON = dict[str, Any]
 
 TIERS = ("premium", "standard", "basic")
 RUNS = ("job", "function", "command", "graph")
-OF_BEST = "@best"  # after the name of a request: its best checkpoint
 OF_REQUEST = "request"  # kind of a source that is an output of another request's task
 # Values of `isolation`: a function that shares its process with no other function, and one that
 # shares it with all requests of its user.  The default is to share it within its request.

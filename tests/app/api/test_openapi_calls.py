@@ -203,6 +203,7 @@ OPEN = {"GET /livez", "GET /readyz"}  # these ask nobody
 ELSEWHERE = {
     "GET /v1/checkpoints/{id}/tensors",  # its bytes are lost: test_checkpoints.py has real ones
     "GET /v1/checkpoints/{id}/safetensors",
+    "GET /v1/requests/{id}/best-checkpoint",  # none of its checkpoints is best: test_checkpoints.py
     "PUT /v1/bundles/{sha256}",  # the bytes of a SHA-256 cannot be made up: test_bundles.py
     "PUT /v1/graphs/{sha256}",  # nor a graph: test_graphs.py
     "PUT /v1/datablocks/{name}",  # nor those of a datablock: test_datablocks.py

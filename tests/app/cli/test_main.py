@@ -1504,6 +1504,17 @@ class TestCheckpoints:
         service.sql("update checkpoints set best = true, ranked_value = 0.0625 where id = %s", id)
         [row] = [line for line in run("checkpoints", task_id).stdout.splitlines() if id in line]
         assert ("best" in row, "0.0625" in row) == (True, True)
+        service.sql(
+            "update tasks set descriptor = jsonb_set(descriptor, '{checkpoint,best}', %s)"
+            " where id = %s",
+            *('{"metric": "loss", "goal": "min", "keep": 1}', task_id),
+        )
+        for given in (f"{request[-8:]}@best", f"{request[-8:]}/train@best", f"{task_id}@best"):
+            best = run("export", given, "best.safetensors")
+            assert best.exit_code == 0, best.output
+        assert run("pin", f"{request}@best").stdout.count(id) == 1
+        service.sql("update checkpoints set best = false where id = %s", id)
+        assert "has a number as its loss yet" in run("export", f"{request}@best", "no").stderr
         assert run("export", request[-8:], "newest.safetensors").exit_code == 0
         assert (tmp_path / "newest.safetensors").exists()
         exported = run("export", id, "model.safetensors")

@@ -22,6 +22,7 @@ from app.core.model.provisions.stop_rule import (
 JSON = dict[str, Any]
 
 MOST_BEST = 100  # best checkpoints of a task
+OF_BEST = "@best"  # after the name of a request: its best checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

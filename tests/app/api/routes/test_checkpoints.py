@@ -393,6 +393,8 @@ class TestBest:
             (task,) = answer.json()["tasks"]
             assert (task["from_checkpoint"], task["step"]) == (ids[1], 2)
             assert red.get(f"/v1/tasks/{task['id']}").json()["from_checkpoint"] == ids[1]
+        shown = red.get(f"/v1/requests/{made['id']}/best-checkpoint")
+        assert (shown.status_code, shown.json()["id"]) == (200, ids[1])
         checked = red.post("/v1/requests:validate", json=self.body("tune@best")).json()
         assert checked["tasks"][0]["descriptor"]["from_checkpoint"] == ids[1]
 
@@ -421,6 +423,10 @@ class TestBest:
         self.save(session, made["tasks"][1]["id"], 0.01)
         told = self.refusal(red, "sweep@best")
         assert "name one of them: sweep/other@best, sweep/trial@best" in told
+        path = f"/v1/requests/{made['id']}/best-checkpoint"
+        assert "name one of them" in problem(red.get(path), 409, "conflict-state")["detail"]
+        for task, id in {"trial": saved[1][0], "trial.0": saved[0][1]}.items():
+            assert red.get(path, params={"task": task}).json()["id"] == id
 
     def test_name_without_a_best_checkpoint_is_refused_with_advice(self, session, as_, red):
         (plain,) = self.submit(red, "plain", {"checkpoint": {}})["tasks"]
