@@ -1164,6 +1164,8 @@ def device_hours(hours: float) -> str:
 def budget(value: JSON) -> RenderableType:
     """Show a budget and what is spent of it in this period."""
     terms = value["budget"]
+    if terms is None:
+        return Text("There is no budget; --grant sets one.")
     period = terms["period"]
     shown = facts(
         [

@@ -21,7 +21,7 @@ from app.api.schemas.budgets import AdjustmentIn, BudgetOut
 from app.core.fairness.budget import HOUR_US
 from app.db.models import Tenant, User
 from app.db.transactions import Db
-from app.errors import BadInput, NotFound
+from app.errors import BadInput, Conflict
 from app.scheduling import budgets
 
 router = v1_router("tenants")
@@ -87,23 +87,19 @@ def adjust_user_budget(id: str, body: AdjustmentIn, caller: Authed, session: Db)
 def _adjusted(
     session: Session, caller: Caller, owner: Tenant | User, body: AdjustmentIn
 ) -> dict[str, Any]:
-    _check_has_budget(owner)
+    if owner.budget is None:
+        raise Conflict(f"{owner.name} has no budget to add to; set the field `budget` of it first")
     us, by = round(body.device_hours * HOUR_US), caller.user_name
     if not budgets.adjust(session, owner, body.kind, us=us, why=body.why, by=by):
-        kinds = ", ".join(sorted((owner.budget or {})["grants_us"]))
+        kinds = ", ".join(sorted(owner.budget["grants_us"]))
         raise BadInput.at("/kind", f"the budget has no {body.kind!r}; it has {kinds}", "kind")
     tell_islands(session)
     return _shown(session, owner)
 
 
-def _check_has_budget(owner: Tenant | User) -> None:
-    """Raise NotFound if a tenant or user has no budget."""
-    if owner.budget is None:
-        raise NotFound("budget", owner.id)
-
-
 def _shown(session: Session, owner: Tenant | User) -> dict[str, Any]:
-    _check_has_budget(owner)
+    if owner.budget is None:
+        return {"budget": None, "begins_at": None, "ends_at": None, "kinds": []}
     period, standings = budgets.standings(session, owner)
     return {
         "budget": budget_values.shown(owner.budget),

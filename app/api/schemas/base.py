@@ -60,6 +60,7 @@ def _word(text: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_word)]
+Line = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_word)]
 Tier = Literal["premium", "standard", "basic"]
 Weight = Annotated[float, Field(ge=0.001, le=1_000_000, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.api.schemas.base import KIND, In, Out, example
+from app.api.schemas.base import KIND, In, Line, Out, example
 from app.core.fairness.budget import MOST_DAYS, MOST_HOURS, MOST_PERCENT, Action
 
-Hours = Annotated[float, Field(ge=0, le=MOST_HOURS, allow_inf_nan=False, strict=False)]
+Hours = Annotated[float, Field(ge=0, le=MOST_HOURS, allow_inf_nan=False)]
 Percent = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")]
 _GRANTS = (
     "Device-hours in each period by kind of device, as charged: hours times the device's cost; "
@@ -55,7 +55,7 @@ class BudgetIn(In):
     at: Annotated[dict[Percent, Action], Field(min_length=1, max_length=8)] = Field(
         {"100": "pause"}, description=_AT
     )
-    carry: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, strict=False, description=_CARRY)
+    carry: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description=_CARRY)
 
 
 class BudgetSet(Out):
@@ -75,8 +75,8 @@ class AdjustmentIn(In):
     kind: Annotated[str, Field(max_length=63)] = Field(
         description="A kind of the budget, or `*` if it has one for all kinds together."
     )
-    device_hours: float = Field(ge=-MOST_HOURS, le=MOST_HOURS, allow_inf_nan=False, strict=False)
-    why: Annotated[str, Field(min_length=1, max_length=300)]
+    device_hours: float = Field(ge=-MOST_HOURS, le=MOST_HOURS, allow_inf_nan=False)
+    why: Line
 
 
 class AdjustmentOut(Out):
@@ -142,7 +142,7 @@ class BudgetOut(Out):
             }
         ],
     )
-    budget: BudgetSet
-    begins_at: datetime
-    ends_at: datetime
+    budget: BudgetSet | None = Field(description="Null: there is none, and nothing is bounded.")
+    begins_at: datetime | None
+    ends_at: datetime | None
     kinds: list[BudgetKind]

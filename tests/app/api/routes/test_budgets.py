@@ -52,7 +52,8 @@ def test_budget_is_set_shown_and_removed(root, owner):
         ("cuda", 10.0),
     ]
     assert change(root, owner, budget=None).json()["budget"] is None
-    assert root.get(f"{owner}/budget").status_code == 404
+    none = {"budget": None, "begins_at": None, "ends_at": None, "kinds": []}
+    assert root.get(f"{owner}/budget").json() == none
 
 
 def test_other_changes_leave_the_budget(root, owner):
@@ -131,9 +132,28 @@ def test_unknown_kind_of_an_adjustment_is_refused_with_the_kinds_that_there_are(
     assert "*, cuda" in answer.json()["detail"]
 
 
-def test_adjustment_without_a_budget_is_not_found(root, owner):
+def test_adjustment_without_a_budget_is_a_conflict_that_says_what_to_do(root, owner):
     more = {"kind": "cuda", "device_hours": 1, "why": "why not"}
-    assert root.post(f"{owner}/budget/adjustments", json=more).status_code == 404
+    answer = root.post(f"{owner}/budget/adjustments", json=more)
+    assert answer.status_code == 409
+    assert "set the field `budget`" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer"),
+    [
+        ({"why": "a\x19b"}, "/why"),
+        ({"why": ""}, "/why"),
+        ({"why": "a\nb"}, "/why"),
+        ({"device_hours": False}, "/device_hours"),
+        ({"device_hours": 1e10}, "/device_hours"),
+    ],
+)
+def test_bad_adjustment_is_refused(root, owner, fields, pointer):
+    change(root, owner, budget=BUDGET)
+    more = {"kind": "cuda", "device_hours": 1, "why": "why not", **fields}
+    answer = root.post(f"{owner}/budget/adjustments", json=more)
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
 
 
 def test_member_sees_what_is_left_to_the_tenant(root, as_):
