@@ -73,9 +73,9 @@ class NotFound(AppError):
     type = "not-found"
     title = "Not found"
 
-    def __init__(self, kind: str, id: str) -> None:
+    def __init__(self, kind: str, id: str, *, because: str = "") -> None:
         self.kind, self.id = kind, id
-        super().__init__(f"no {kind} with id {id}")
+        super().__init__(because or f"no {kind} with id {id}")
 
 
 class Conflict(AppError):

@@ -18,7 +18,7 @@ from app.core.model.checkpoints.manifest import Manifest
 from app.core.model.checkpoints.tensor_file import SAID
 from app.db.models import Checkpoint
 from app.db.transactions import Db
-from app.errors import BadInput, Conflict, Gone, Unavailable
+from app.errors import BadInput, Conflict, Gone, NotFound, Unavailable
 from app.identity import audit
 from app.intake import pins, starting_checkpoints
 from app.settings import settings
@@ -105,19 +105,18 @@ def export_checkpoint(
     "/requests/{id}/best-checkpoint",
     response_model=CheckpointOut,
     summary="Show the best checkpoint of a request",
-    responses=declared(409),
 )
 def get_best_checkpoint(id: str, caller: Authed, session: Db, task: OfTask = None) -> Checkpoint:
     """Shows the best by `checkpoint.best`, of a lot over all its members; `from_checkpoint:
     NAME@best` means this one.
 
-    409 if there is none yet, or if several tasks have one and `task` names none of them.
+    404 if there is none yet, or if several tasks have one and `task` names none of them.
     """
     request = visible_request(session, caller, id)
     try:
         best = starting_checkpoints.find_best(session, request.name, request.id, task or "")
     except starting_checkpoints.NoBest as error:
-        raise Conflict(str(error)) from error
+        raise NotFound("best checkpoint", id, because=str(error)) from error
     return session.get_one(Checkpoint, best)
 
 

@@ -88,7 +88,7 @@ GET    /v1/tasks/{tsk}/files/content    401  403  403  409  409  404  404  409  
 GET    /v1/checkpoints/{ckp}            401  200  200  200  200  404  404  200  work:read
 GET    /v1/checkpoints/{ckp}/tensors    401  410  410  410  410  404  404  410  work:read
 GET    /v1/checkpoints/{ckp}/safetensors 401  410  410  410  410  404  404  410  work:read
-GET    /v1/requests/{req}/best-checkpoint 401  409  409  409  409  404  404  409  work:read
+GET    /v1/requests/{req}/best-checkpoint 401  404  404  404  404  404  404  404  work:read
 POST   /v1/checkpoints/{ckp}/pin        401  403  403  200  200  404  404  200  work:write
 POST   /v1/checkpoints/{ckp}/unpin      401  403  403  200  200  404  404  200  work:write
 PUT    /v1/bundles/{sha}                401  403  200  200  200  201  201  201  work:write

@@ -424,7 +424,7 @@ class TestBest:
         told = self.refusal(red, "sweep@best")
         assert "name one of them: sweep/other@best, sweep/trial@best" in told
         path = f"/v1/requests/{made['id']}/best-checkpoint"
-        assert "name one of them" in problem(red.get(path), 409, "conflict-state")["detail"]
+        assert "name one of them" in problem(red.get(path), 404, "not-found")["detail"]
         for task, id in {"trial": saved[1][0], "trial.0": saved[0][1]}.items():
             assert red.get(path, params={"task": task}).json()["id"] == id
 
