@@ -76,12 +76,12 @@ def sentence(type_: str, told: Sequence[RequestTold]) -> str:
         return f"{len(told)} requests {_TOLD_OF_MANY[type_]}: {names}"
     [one] = told
     if type_ in _OF_REQUEST:
-        ends = ", ".join(f"{n} {state}" for state, n in one.ends.items() if n)
+        ends = ", ".join(f"{n:,} {state}" for state, n in one.ends.items() if n)
         return f"{one.title} {_OF_REQUEST[type_]}" + (f" ({ends})" if ends else "")
     if len(one.tasks) > 1:
         names = ", ".join(one.tasks[:NAMED]) + (" and others" if len(one.tasks) > NAMED else "")
-        return f"{one.title}: {one.count} times a task {_OF_TASKS[type_]} ({names})"
-    times = f" {one.count} times" if one.count > 1 else ""
+        return f"{one.title}: {one.count:,} times a task {_OF_TASKS[type_]} ({names})"
+    times = f" {one.count:,} times" if one.count > 1 else ""
     return f"{one.title}: {_listed(one.tasks)} {_OF_TASKS[type_]}{times}"
 
 

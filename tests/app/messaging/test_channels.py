@@ -292,7 +292,7 @@ class TestGrouped:
         given = {"request": task.request_id, "channel": wish.webhook_id}
         session.execute(text(backlog), given)
         [told] = texts(session)
-        assert "train was preempted 70000 times" in told
+        assert "train was preempted 70,000 times" in told
 
     def test_many_requests_of_a_user_are_told_together(self, session, submit):
         tasks = [submit("cancelled") for _ in range(AT_ONCE + 5)]

@@ -108,7 +108,7 @@ class TestTexts:
             (
                 "request.failed",
                 [told(ends={"done": 9988, "failed": 12, "cancelled": 0})],
-                "sweep-7 has failed (9988 done, 12 failed)",
+                "sweep-7 has failed (9,988 done, 12 failed)",
             ),
             ("task.preempted", [told(tasks=["train"])], "sweep-7: train was preempted"),
             (
