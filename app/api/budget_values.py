@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from difflib import get_close_matches
 from typing import Any
@@ -16,9 +16,12 @@ from app.core.model.fields import Fault, escaped
 from app.errors import BadInput
 
 
-def budget_from(given: BudgetIn, *, now: datetime) -> Budget:
-    """Return the budget that a call gives; raises BadInput with all of its faults."""
-    faults = tuple(_faults(given))
+def budget_from(given: BudgetIn, *, now: datetime, channels: Collection[str]) -> Budget:
+    """Return the budget that a call gives; raises BadInput with all of its faults.
+
+    `channels` are the names of the channels that the tenant has.
+    """
+    faults = (*_faults(given), *_unknown_channels(given, channels))
     if faults:
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
     period = given.period.days if isinstance(given.period, Days) else given.period
@@ -28,6 +31,7 @@ def budget_from(given: BudgetIn, *, now: datetime) -> Budget:
         timezone=given.timezone,
         at={int(percent): action for percent, action in given.at.items()},
         carry_milli=round(given.carry * 1000),
+        to=tuple(dict.fromkeys(given.to)),
         since=now.astimezone(ZoneInfo(given.timezone)).date(),
     )
 
@@ -48,6 +52,14 @@ def _faults(given: BudgetIn) -> Iterator[Fault]:
         yield Fault("/budget/timezone", told, "timezone")
 
 
+def _unknown_channels(given: BudgetIn, channels: Collection[str]) -> Iterator[Fault]:
+    for n, name in enumerate(given.to):
+        if name not in channels:
+            has = f"it has: {', '.join(channels)}" if channels else "it has none"
+            told = f"the tenant has no channel {name}; {has}"
+            yield Fault(f"/budget/to/{n}", told, "unknown-channel")
+
+
 def shown(row: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a budget as answers show it, from its form in a row."""
     if row is None:
@@ -59,6 +71,7 @@ def shown(row: dict[str, Any] | None) -> dict[str, Any] | None:
         "timezone": it.timezone,
         "at": {str(percent): action for percent, action in sorted(it.at.items())},
         "carry": it.carry_milli / 1000,
+        "to": list(it.to),
     }
 
 

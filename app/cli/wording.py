@@ -1173,6 +1173,7 @@ def budget(value: JSON) -> RenderableType:
             ("from", f"{value['begins_at'][:16]} to {value['ends_at'][:16]} (UTC)"),
             ("begins at midnight of", terms["timezone"]),
             ("then", ", ".join(f"at {p} % {action}" for p, action in terms["at"].items())),
+            ("told to", ", ".join(terms["to"]) or None),
             ("carries over", f"{terms['carry']:.0%} of what is left" if terms["carry"] else None),
         ]
     )

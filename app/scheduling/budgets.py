@@ -23,8 +23,10 @@ from sqlalchemy.orm import Session
 
 from app.core.fairness import budget as budgets
 from app.core.fairness.budget import ALL, Budget, Period, Spending, budget_of
+from app.core.webhooks import channel_texts
 from app.db import tenant_tree, transactions
-from app.db.models import BudgetPeriod, Tenant, Usage, User
+from app.db.ids import new_id
+from app.db.models import BudgetPeriod, Delivery, Tenant, Usage, User, Webhook
 from app.errors import Conflict
 from app.identity import audit
 
@@ -191,13 +193,41 @@ class BudgetNotice(NamedTuple):
 
 
 def write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
-    """Write to the audit log what is spent; nothing may be locked after it in the transaction."""
+    """Tell channels and the audit log what is spent.
+
+    Nothing may be locked after it in the transaction.
+    """
+    notices = list(notices)
+    for notice in notices:
+        _tell_channels(session, notice)
+    session.flush()
     call = audit.Call(operation="lookAtBudgets", user="control")
     for owner, kind, percent, action in notices:
         target = ("user" if isinstance(owner, User) else "tenant", owner.id)
         after = {"budget": kind, "spent_percent": percent, "action": action}
         tenant = _ids(owner)[0]
         audit.append(session, call, "changed", target=target, tenant_id=tenant, after=after)
+
+
+def _tell_channels(session: Session, notice: BudgetNotice) -> None:
+    owner, kind, percent, action = notice
+    tenant = _ids(owner)[0]
+    mine = (Webhook.tenant_id == tenant, Webhook.disabled_at.is_(None))
+    named = Webhook.name.in_(budget_of(owner.budget or {}).to)
+    at = transactions.now(session)
+    for channel in session.scalars(select(Webhook).where(*mine, named).order_by(Webhook.id)):
+        form = str(channel.kind)
+        body = channel_texts.budget_body(form, owner.name, kind, percent, action, at=at)
+        session.add(
+            Delivery(
+                id=new_id("msg"),
+                webhook_id=channel.id,
+                tenant_id=tenant,
+                url=channel.url,
+                type=channel_texts.BUDGET,
+                body=body,
+            )
+        )
 
 
 def _ids(owner: Owner) -> tuple[str, str]:

@@ -49,7 +49,7 @@ from app.db.models import ApiKey, Island, Request, Secret, Tenant, User, Webhook
 from app.db.transactions import Db, after_commit
 from app.db.user_limits import LIMITS
 from app.errors import BadInput, Conflict, Forbidden, NotFound
-from app.messaging import outbox
+from app.messaging import channels, outbox
 from app.scheduling import budgets, ledger
 
 tenants = v1_router("tenants")
@@ -189,7 +189,11 @@ def _take_budget(
     if "budget" not in body.model_fields_set:
         return
     given = body.budget
-    it = None if given is None else budget_from(given, now=transactions.now(session))
+    it = None
+    if given is not None:
+        tenant = row.tenant_id if isinstance(row, User) else row.id
+        its = channels.names(session, tenant) if given.to else ()
+        it = budget_from(given, now=transactions.now(session), channels=its)
     budgets.set_budget(session, row, it)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.api.schemas.base import KIND, In, Line, Out, example
+from app.api.schemas.base import KIND, In, Line, Name, Out, example
 from app.core.fairness.budget import MOST_DAYS, MOST_HOURS, MOST_PERCENT, Action
 
 Hours = Annotated[float, Field(ge=0, le=MOST_HOURS, allow_inf_nan=False)]
@@ -23,6 +23,7 @@ _AT = (
     "tells it. `demote`: its tasks get only devices that nobody else wants. `hold`: nothing new "
     "starts. `pause`: running tasks are paused, too, until the next period begins."
 )
+_TO = "Names of channels of the tenant that are told of each percentage in `at`."
 _CARRY = "The part of what is left that is added to the next period."
 _IN_FORCE = "What is in force now: `demote`, `hold` or `pause`; null: nothing."
 
@@ -56,6 +57,7 @@ class BudgetIn(In):
         {"100": "pause"}, description=_AT
     )
     carry: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description=_CARRY)
+    to: Annotated[list[Name], Field(max_length=20)] = Field([], description=_TO)
 
 
 class BudgetSet(Out):
@@ -66,6 +68,7 @@ class BudgetSet(Out):
     timezone: str = Field(description=_ZONE)
     at: dict[str, Action] = Field(description=_AT)
     carry: float = Field(description=_CARRY)
+    to: list[str] = Field(description=_TO)
 
 
 class AdjustmentIn(In):
@@ -117,6 +120,7 @@ class BudgetOut(Out):
             "timezone": "Europe/Berlin",
             "at": {"80": "notify", "100": "pause"},
             "carry": 0.5,
+            "to": ["ml-alerts"],
         },
         begins_at="2026-10-31T23:00:00Z",
         ends_at="2026-11-30T23:00:00Z",

@@ -41,6 +41,10 @@ def budget(
     carry: Annotated[
         float | None, typer.Option(help="with --grant: part of what is left for the next period")
     ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--to", help="with --grant: a channel that is told; repeatable"),
+    ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="remove the budget")] = False,
     add: Annotated[
         str, typer.Option(help="add to this period: KIND=DEVICE-HOURS, such as cuda=40 or cuda=-5")
@@ -49,7 +53,7 @@ def budget(
     output: Format = Output.table,
 ) -> None:
     """Show the budget of a tenant or user: what is spent, left, and when it runs out."""
-    terms = {"period": period, "timezone": timezone, "at": at, "carry": carry}
+    terms = {"period": period, "timezone": timezone, "at": at, "carry": carry, "to": to}
     given: JSON = {name: value for name, value in terms.items() if value not in ("", None)}
     if given and not grant:
         raise typer.BadParameter(f"--{next(iter(given))} needs --grant")
@@ -87,7 +91,7 @@ def _owner(client: Client, which: str, user: str) -> tuple[str, JSON]:
 
 def _budget(grant: list[str], given: JSON) -> JSON:
     body: JSON = {"device_hours": dict(_hours(text) for text in grant)}
-    for name in ("timezone", "carry"):
+    for name in ("timezone", "carry", "to"):
         if name in given:
             body[name] = given[name]
     if "at" in given:

@@ -50,7 +50,8 @@ class Budget:
 
     `grants_us` is by kind of device; under "*" of all kinds together. `period` is "month", "week",
     or a number of days that are counted from the day `since`. `at` gives an action for each
-    percentage of the grant. `carry_milli` thousandths of what is left go to the next period.
+    percentage of the grant. `carry_milli` thousandths of what is left go to the next period. `to`
+    names the channels that are told of each percentage.
     """
 
     grants_us: Mapping[str, int]
@@ -59,6 +60,7 @@ class Budget:
     at: Mapping[int, Action] = field(default_factory=dict)
     carry_milli: int = 0
     since: date = date(1970, 1, 1)
+    to: tuple[str, ...] = ()
 
     def period_at(self, at_us: int) -> Period:
         """Return the period in which a time lies."""
@@ -102,13 +104,15 @@ class Budget:
             "at": {str(percent): action for percent, action in sorted(self.at.items())},
             "carry_milli": self.carry_milli,
             "since": self.since.isoformat(),
+            "to": list(self.to),
         }
 
 
 def budget_of(row: Mapping[str, Any]) -> Budget:
     """Return the budget from its form in a row."""
     at = {int(percent): action for percent, action in row["at"].items()}
-    return Budget(**{**row, "at": at, "since": date.fromisoformat(row["since"])})
+    since = date.fromisoformat(row["since"])
+    return Budget(**{**row, "at": at, "since": since, "to": tuple(row["to"])})
 
 
 def _midnight_us(day: date, zone: ZoneInfo) -> int:

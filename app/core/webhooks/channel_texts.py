@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from app.core.fairness.budget import ALL
 from app.core.webhooks.grouping import FAILURE
 from app.core.webhooks.message_bodies import TEST, message_body
 
 KINDS = ("webhook", "slack", "teams", "mail")
 MAIL = "mail"
+BUDGET = "budget.reached"  # type of the message about a budget
 NAMED = 5  # most requests and tasks that a message names; it counts the others
 
 _OF_REQUEST = {
@@ -44,6 +46,14 @@ _TOLD_OF_MANY = {
     "task.moved": "were moved",
     "task.retrying": "start tasks again",
     "task.failed": "have a task that failed",
+}
+
+
+_FOLLOWS = {
+    "notify": "",
+    "demote": "; its tasks get only devices that nobody else wants",
+    "hold": "; nothing new starts until the next period",
+    "pause": "; its tasks are paused until the next period",
 }
 
 
@@ -95,17 +105,35 @@ def body(
     if since is not None and sum(each.count for each in told) > 1:
         text += f", since {since:%H:%M} UTC"
     text += ". Its end tells of further failures." if type_ == FAILURE else "."
+    if (form := _form(kind, sentence(type_, told), text, told)) is not None:
+        return form
+    data = {"text": text, "requests": [_data(each) for each in told[: 10 * NAMED]]}
+    return message_body(type_, at, {**data, "count": sum(each.count for each in told)})
+
+
+def budget_body(
+    kind: str, owner: str, devices: str, percent: int, action: str, *, at: datetime
+) -> str:
+    """Return the message that so much of a budget is used, and what follows."""
+    of = "" if devices == ALL else f" for {devices} devices"
+    said = f"{owner}: {percent} % of the budget{of} is used"
+    text = f"{said}{_FOLLOWS[action]}."
+    if (form := _form(kind, said, text, ())) is not None:
+        return form
+    data = {"text": text, "owner": owner, "kind": devices, "percent": percent, "action": action}
+    return message_body(BUDGET, at, data)
+
+
+def _form(kind: str, subject: str, text: str, told: Sequence[RequestTold]) -> str | None:
+    """Return a text in the form of a chat or of mail; None for a webhook, which gets data."""
     match kind:
         case "slack":
             return _json(_slack(text, told))
         case "teams":
             return _json(_teams(text, told))
         case "mail":
-            return _json(
-                {"subject": f"Roundhouse: {sentence(type_, told)}", "text": _mail(text, told)}
-            )
-    data = {"text": text, "requests": [_data(each) for each in told[: 10 * NAMED]]}
-    return message_body(type_, at, {**data, "count": sum(each.count for each in told)})
+            return _json({"subject": f"Roundhouse: {subject}", "text": _mail(text, told)})
+    return None
 
 
 def _slack(text: str, told: Sequence[RequestTold]) -> dict[str, Any]:

@@ -1257,6 +1257,7 @@ class TestTenants:
             "timezone": "Europe/Berlin",
             "at": {"80": "notify", "100": "demote"},
             "carry": 0.5,
+            "to": [],
         }
         told = budget("--add", "cpu=20", "--why", "a deadline").stdout
         assert "20.0 h" in told

@@ -10,9 +10,13 @@ import pytest
 from sqlalchemy import func, select
 
 from app.core.fairness.budget import HOUR_US, Budget, budget_of
+from app.core.webhooks import channel_texts
 from app.db import transactions
-from app.db.models import AuditEvent, BudgetPeriod, Tenant, Usage, User
+from app.db.models import AuditEvent, BudgetPeriod, Delivery, Tenant, Usage, User, Webhook
+from app.messaging import channels, webhooks
 from app.scheduling import budgets, ledger, snapshot_reader
+from app.settings import settings
+from app.storage.sealing import Keyring
 
 BEGIN_S = datetime(2026, 3, 20, 15, 30, tzinfo=UTC).timestamp()
 DAY_S = 86400.0
@@ -165,6 +169,28 @@ def test_each_percentage_is_written_to_the_audit_log_once(session, clock):
     told = [after for after in session.scalars(query.order_by(AuditEvent.id))]
     assert [(one["spent_percent"], one["action"]) for one in told] == [(100, "hold")]
     assert red(session).exhausted == {"cuda": "hold"}
+
+
+@pytest.mark.parametrize("kind", channel_texts.KINDS)
+def test_each_percentage_is_told_to_the_channels_of_the_budget_once(session, clock, kind):
+    for name, tenant in (("alerts", "ten_red"), ("others", "ten_red"), ("alerts", "ten_blue")):
+        channel = Webhook(
+            tenant_id=tenant, name=name, kind=kind, secret=webhooks.new_secret(), events=[]
+        )
+        channels.add(
+            session,
+            channel,
+            "https://hooks.example.org/x",
+            Keyring.read(settings().secrets_key_file),
+        )
+    grant(session, red(session), {"cuda": 1.0}, at={80: "notify", 100: "pause"}, to=("alerts",))
+    for _ in range(5):
+        charge(session, HERS, HOUR_US // 4)
+        budgets.look(session)
+        budgets.look(session)
+    rows = session.scalars(select(Delivery).order_by(Delivery.id)).all()
+    assert [(row.tenant_id, row.type) for row in rows] == [("ten_red", "budget.reached")]
+    assert "red: 100 % of the budget for cuda devices is used" in rows[0].body
 
 
 def test_changed_budget_keeps_what_is_counted(session, clock):

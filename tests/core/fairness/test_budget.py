@@ -26,6 +26,7 @@ BUDGETS = st.builds(
     at=ACTIONS,
     carry_milli=st.integers(0, 1000),
     since=st.dates(date(2010, 1, 1), date(2030, 1, 1)),
+    to=st.lists(st.text(), max_size=2).map(tuple),
 )
 SPENDINGS = st.builds(
     Spending,

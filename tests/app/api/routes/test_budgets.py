@@ -15,6 +15,7 @@ BUDGET = {
     "timezone": "Europe/Berlin",
     "at": {"80": "notify", "100": "pause"},
     "carry": 0.5,
+    "to": [],
 }
 
 
@@ -115,6 +116,7 @@ def test_adjustment_is_in_the_audit_log(root, owner):
         ({"period": "year"}, "/budget/period"),
         ({"period": {"days": 0}}, "/budget/period"),
         ({"priod": "week"}, "/budget/priod"),
+        ({"to": ["nowhere"]}, "/budget/to/0"),
     ],
 )
 def test_bad_budget_is_refused_with_its_place(root, owner, fields, pointer):
