@@ -35,6 +35,9 @@ Account = tuple[str, str, str]  # user, tenant, kind of device
 
 MOST_ADJUSTMENTS = 1000  # of one kind in one period
 RATE_OVER = timedelta(days=1)  # span of the usage by which a forecast is made
+_LOCK = 0x627564676574  # key of an advisory lock; unique in this database
+_DECIDE = text("select pg_advisory_xact_lock(:key)").bindparams(key=_LOCK)
+_TRY_TO_DECIDE = text("select pg_try_advisory_xact_lock(:key)").bindparams(key=_LOCK)
 _ANY = text(
     "select exists (select from tenants where budget is not null)"
     " or exists (select from users where budget is not null)"
@@ -132,55 +135,59 @@ def _time(at_us: int) -> datetime:
 def look(session: Session) -> bool:
     """Begin the periods that are due, and put in force what each budget asks for.
 
-    Returns True if anything is in force now that was not, or the other way round.
+    Returns True if anything is in force now that was not, or the other way round. While another
+    control does it, or a call changes a budget, nothing is done.
     """
-    if not session.scalar(_ANY):
+    if not session.scalar(_ANY) or not session.scalar(_TRY_TO_DECIDE):
         return False
     changed, notices = False, list[BudgetNotice]()
     tenants = select(Tenant).where(Tenant.budget.is_not(None)).order_by(Tenant.id)
     users = select(User).where(User.budget.is_not(None)).order_by(User.id)
     owners: list[Owner] = [*session.scalars(tenants), *session.scalars(users)]
+    running = _running(session)
     for owner in owners:
-        changed |= decide(session, owner, notices)
+        changed |= _decide(session, owner, notices, running.get(_ids(owner), ()))
     session.flush()
-    write_notices(session, notices)
+    _write_notices(session, notices)
     return changed
 
 
-def decide(session: Session, owner: Owner, notices: list[BudgetNotice]) -> bool:
+def _decide(
+    session: Session,
+    owner: Owner,
+    notices: list[BudgetNotice],
+    rows: Iterable[BudgetPeriod] | None = None,
+) -> bool:
     """Put in force what the budget of a tenant or user asks for now; True if that is a change.
 
-    What is to be written to the audit log is added to `notices`.
+    What is to be told is added to `notices`. `rows` are the budget's, if they were read already.
     """
     in_force, ends_at = dict[str, str](), None
     if owner.budget is not None:
         it = budget_of(owner.budget)
         period = it.period_at(_now_us(session))
-        spendings = _reached(session, owner, it, period, notices)
+        begun = _begun(session, owner, it, period, rows)
+        spendings = {kind: spending_of(row) for kind, row in begun.items()}
+        notices += _reached(owner, it, begun)
         in_force, ends_at = dict(budgets.actions(it, spendings)), _time(period.ends_us)
     if (owner.exhausted, owner.budget_ends_at) == (in_force, ends_at):
         return False
     decided_for = owner.budget
     transactions.lock_again(session, owner)
     if owner.budget != decided_for:
-        return decide(session, owner, notices)
+        return _decide(session, owner, notices)
     changed = owner.exhausted != in_force
     owner.exhausted, owner.budget_ends_at = in_force, ends_at
     return changed
 
 
-def _reached(
-    session: Session, owner: Owner, it: Budget, period: Period, notices: list[BudgetNotice]
-) -> dict[str, Spending]:
-    """Return what is spent by kind; note the percentages that are reached for the first time."""
-    spendings = dict[str, Spending]()
-    for kind, row in _begun(session, owner, it, period).items():
-        spendings[kind] = spending_of(row)
-        reached = budgets.reached(it, spendings[kind])
+def _reached(owner: Owner, it: Budget, rows: Mapping[str, BudgetPeriod]) -> Iterator[BudgetNotice]:
+    """Yield the highest percentages that are reached for the first time, and note them as told."""
+    for kind, row in rows.items():
+        reached = budgets.reached(it, spending_of(row))
         if reached and reached[-1] > row.told:
             row.told = reached[-1]
-            notices.append(BudgetNotice(owner, kind, row.told, it.at[row.told]))
-    return spendings
+            yield BudgetNotice(owner, kind, row.told, it.at[row.told])
 
 
 class BudgetNotice(NamedTuple):
@@ -192,7 +199,7 @@ class BudgetNotice(NamedTuple):
     action: str
 
 
-def write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
+def _write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
     """Tell channels and the audit log what is spent.
 
     Nothing may be locked after it in the transaction.
@@ -234,15 +241,34 @@ def _ids(owner: Owner) -> tuple[str, str]:
     return (owner.tenant_id, owner.id) if isinstance(owner, User) else (owner.id, "")
 
 
-def _begun(session: Session, owner: Owner, it: Budget, period: Period) -> dict[str, BudgetPeriod]:
+def _running(session: Session) -> dict[tuple[str, str], list[BudgetPeriod]]:
+    """Return the rows of all periods that have not ended, by tenant and user."""
+    found = defaultdict[tuple[str, str], list[BudgetPeriod]](list)
+    going_on = select(BudgetPeriod).where(BudgetPeriod.ends_at > transactions.now(session))
+    for row in session.scalars(going_on.order_by(BudgetPeriod.kind)):
+        found[row.tenant_id, row.user_id].append(row)
+    return found
+
+
+def _begun(
+    session: Session,
+    owner: Owner,
+    it: Budget,
+    period: Period,
+    known: Iterable[BudgetPeriod] | None = None,
+) -> dict[str, BudgetPeriod]:
     """Return the rows of a period by kind, once each has what the period before left."""
     tenant, user = _ids(owner)
-    rows = _periods(session, owner, period)
+    if known is None:
+        rows = _periods(session, owner, period)
+    else:
+        begins_at = _time(period.begins_us)
+        rows = {row.kind: row for row in known if row.begins_at == begins_at}
     for kind, granted_us in it.grants_us.items():
         if kind not in rows:
             new = _row(tenant, user, kind, period, granted_us)
             session.execute(insert(BudgetPeriod).values(new).on_conflict_do_nothing())
-    if rows.keys() < it.grants_us.keys():
+    if not rows.keys() >= it.grants_us.keys():
         rows = _periods(session, owner, period)
     if any(row.carried_us is None for row in rows.values()):
         past = _periods(session, owner, it.period_at(period.begins_us - 1))
@@ -276,18 +302,19 @@ def spending_of(row: BudgetPeriod) -> Spending:
 # --- what administrators set ----------------------------------------------------------------------
 
 
-def lock_usage(session: Session) -> None:
-    """Let no charge be booked until this transaction ends."""
+def lock(session: Session) -> None:
+    """Let no charge be booked, and nothing be decided, until this transaction ends."""
     session.execute(text("lock table usage in share row exclusive mode"))
+    session.execute(_DECIDE)
 
 
 def set_budget(session: Session, owner: Owner, it: Budget | None) -> None:
-    """Give a tenant or user a budget, or none; its row is new, or locked after `lock_usage`.
+    """Give a tenant or user a budget, or none; its row is new, or locked after `lock`.
 
     What was charged in the present period counts, by the buckets of the usage. A budget that keeps
     its period and kind also keeps what is counted there, to the microsecond.
     """
-    lock_usage(session)
+    lock(session)
     old = None if owner.budget is None else budget_of(owner.budget)
     owner.budget = None if it is None else it.as_json()
     session.flush()
@@ -304,10 +331,14 @@ def set_budget(session: Session, owner: Owner, it: Budget | None) -> None:
                 anew |= {"spent_us": spent_us, "told": 0}
             key = ["tenant_id", "user_id", "kind", "begins_at"]
             session.execute(begun.on_conflict_do_update(index_elements=key, set_=anew))
+    _decide_and_tell(session, owner)
+
+
+def _decide_and_tell(session: Session, owner: Owner) -> None:
     notices = list[BudgetNotice]()
-    decide(session, owner, notices)
+    _decide(session, owner, notices)
     session.flush()
-    write_notices(session, notices)
+    _write_notices(session, notices)
 
 
 def _kinds_that_go_on(old: Budget | None, new: Budget, period: Period, now_us: int) -> set[str]:
@@ -336,6 +367,7 @@ def adjust(session: Session, owner: Owner, kind: str, *, us: int, why: str, by: 
     """Add to what the budget grants in this period, or take away; False if it has no such kind."""
     if owner.budget is None or kind not in (it := budget_of(owner.budget)).grants_us:
         return False
+    session.execute(_DECIDE)
     row = _begun(session, owner, it, it.period_at(_now_us(session)))[kind]
     session.refresh(row, with_for_update=True)
     if len(row.adjustments) >= MOST_ADJUSTMENTS:
@@ -344,10 +376,7 @@ def adjust(session: Session, owner: Owner, kind: str, *, us: int, why: str, by: 
     row.adjustments = [*row.adjustments, {"us": us, "why": why, "by": by, "at": at}]
     row.told = 0 if us > 0 else row.told
     session.flush()
-    notices = list[BudgetNotice]()
-    decide(session, owner, notices)
-    session.flush()
-    write_notices(session, notices)
+    _decide_and_tell(session, owner)
     return True
 
 

@@ -176,9 +176,9 @@ def _reweigh(session: Session, row: Tenant | User, body: TenantPatch | UserPatch
 
 
 def _lock(session: Session, row: Tenant | User, body: TenantPatch | UserPatch) -> None:
-    """Lock a row for a change; before it the usage, if the budget changes."""
+    """Lock a row for a change; before it all charges, if the budget changes."""
     if "budget" in body.model_fields_set:
-        budgets.lock_usage(session)
+        budgets.lock(session)
     transactions.lock_again(session, row)
 
 

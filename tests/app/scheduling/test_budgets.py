@@ -193,6 +193,16 @@ def test_each_percentage_is_told_to_the_channels_of_the_budget_once(session, clo
     assert "red: 100 % of the budget for cuda devices is used" in rows[0].body
 
 
+def test_kind_that_is_not_granted_any_more_stops_nothing(session, clock):
+    tenant = grant(session, red(session), {"cuda": 1.0})
+    charge(session, HERS, 2 * HOUR_US)
+    grant(session, tenant, {"cpu": 1.0, "*": 5.0})
+    clock(BEGIN_S + 40 * DAY_S)
+    charge(session, HERS, HOUR_US, kind="cpu")
+    budgets.look(session)
+    assert tenant.exhausted == {"cpu": "pause"}
+
+
 def test_changed_budget_keeps_what_is_counted(session, clock):
     tenant = grant(session, red(session), {"cuda": 10.0}, period=1)
     clock(datetime(2026, 3, 21, tzinfo=UTC).timestamp() + 3)
