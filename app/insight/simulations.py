@@ -5,7 +5,7 @@ arrives when it was submitted, needs as many devices for as long as it held them
 same tasks. Members of a lot with a rule `stop` reach its rungs with the values that they had, and
 pause or go on as the rule says. The history is replayed twice by the scheduler's own code: with the
 island as it is, and with the changes. Neither run knows usage from before the window, and neither
-uses cordoned devices.
+uses cordoned devices. Both hold to the budgets of today, of which nothing is spent at first.
 
 Nothing is written. A replay is limited in arrivals and in time, and each process runs one at a
 time.
@@ -26,6 +26,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from app.core.fairness.budget import Budget, budget_of
 from app.core.model.device_choice import with_packages
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
@@ -35,7 +36,8 @@ from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.replayed_lot import LotRule, RungMark
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
-from app.db.models import Island, Lot, Need, RequestNeed, RungResult, Task
+from app.db import transactions
+from app.db.models import Island, Lot, Need, RequestNeed, RungResult, Task, Tenant, User
 from app.errors import BadInput, Conflict
 from app.scheduling import ledger, snapshot_reader
 
@@ -95,6 +97,8 @@ class ReplayInput:
     as_is: Snapshot
     arrivals: Sequence[Arrival]
     lots: Mapping[str, LotRule] = field(default_factory=dict)
+    budgets: Mapping[str, Budget] = field(default_factory=dict)  # of tenants and users, by id
+    begins_us: int = 0  # when its clock is at 0, in µs since 1970
     resume_s: float = 0.0
     left_out: int = 0
 
@@ -112,6 +116,15 @@ def _still(session: Session, island: str) -> Snapshot:
         devices=snapshot_reader.devices(session, island),
         tasks={},
     )
+
+
+def _budgets(session: Session) -> dict[str, Budget]:
+    """Return the budgets of tenants and users, by id."""
+    rows = [
+        *session.execute(select(Tenant.id, Tenant.budget).where(Tenant.budget.is_not(None))),
+        *session.execute(select(User.id, User.budget).where(User.budget.is_not(None))),
+    ]
+    return {id: budget_of(stored) for id, stored in rows}
 
 
 def _told_apart(tenants: Mapping[str, BoardTenant]) -> dict[str, BoardTenant]:
@@ -166,6 +179,8 @@ def of_history(
             for row in ran
         ],
         lots=lots,
+        budgets=_budgets(session),
+        begins_us=round(began_s * 1e6),
         resume_s=median(switches) if switches else 0.0,
         left_out=len(rows) - len(ran),
     )
@@ -319,7 +334,12 @@ def of_made(
         )
         for n, one in enumerate(made)
     ]
-    return ReplayInput(as_is=replace(as_is, tenants={**as_is.tenants, **new}), arrivals=arrivals)
+    return ReplayInput(
+        as_is=replace(as_is, tenants={**as_is.tenants, **new}),
+        arrivals=arrivals,
+        budgets=_budgets(session),
+        begins_us=round(transactions.now_s(session) * 1e6),
+    )
 
 
 # --- what if ------------------------------------------------------------------------------------
@@ -362,9 +382,13 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
     return Setup(
         arrivals=scene.arrivals,
         lots=scene.lots,
+        budgets=scene.budgets,
+        begins_us=scene.begins_us,
         devices=[replace(d, up=True) for d in as_is.devices.values() if d.takes_work],
-        tenants=[replace(tenant, carried_us=0) for tenant in as_is.tenants.values()],
-        users=[replace(user, faded_us=0, carried_us=0) for user in as_is.users.values()],
+        tenants=[replace(tenant, carried_us=0, exhausted={}) for tenant in as_is.tenants.values()],
+        users=[
+            replace(user, faded_us=0, carried_us=0, exhausted={}) for user in as_is.users.values()
+        ],
         policy=replace(as_is.policy, since_s=0.0),  # its clock begins with the first arrival
         costs=costs,
     )

@@ -10,18 +10,20 @@ The updated board must also make the same decisions as a board built anew.  With
 step costs what changes in it, so years of a cluster take seconds.
 
 In a simulation devices stay up, and no person cancels or holds a task: the tests of `decide` cover
-lost devices and requested actions. Members of a lot with a rule `stop` are held at its rungs.
+lost devices and requested actions. Members of a lot with a rule `stop` are held at its rungs, and
+budgets are counted on the virtual clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from types import MappingProxyType
 
+from app.core.fairness.budget import Budget, Period
 from app.core.fairness.fair_tree import lane
 from app.core.fairness.usage_decay import faded, rebase
 from app.core.model import lifecycle
@@ -47,12 +49,14 @@ from app.core.scheduling.reclaim.preemption import shut_by
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.urgency import been_away
 from app.core.simulation.device_meter import Interval, Meter
+from app.core.simulation.replayed_budgets import Charged, Rate, ReplayedBudgets
 from app.core.simulation.replayed_lot import LotRule, ReplayedLot, RungMark
 
 STORY_LINES = 20  # most lines of the timeline that Broken shows
 # most rounds at one instant, or in a row that ask for another round at once
 STANDSTILL_ROUNDS = 100
 _NO_LOTS: Mapping[str, LotRule] = MappingProxyType({})
+_NO_BUDGETS: Mapping[str, Budget] = MappingProxyType({})
 TOLD_TASKS = 5  # most tasks that are named when the clock stands still
 # T0 moves on after so many half-lives, so that numbers do not grow with the time replayed
 REBASE_HALF_LIVES = 512
@@ -137,6 +141,8 @@ class Report:
     timeline: tuple[StoryLine, ...]  # empty unless it was kept
     until_s: float  # when the clock stopped
     intervals: tuple[Interval, ...] = ()  # what was held and wanted over time
+    # what was charged of each budget: (tenant or user, kind, period) -> micro-device-seconds
+    spent_us: Mapping[tuple[str, str, Period], int] = field(default_factory=dict)
 
 
 class InvariantBroken(Exception):
@@ -171,14 +177,28 @@ def simulate(
     keep_timeline: bool = True,
     users: Iterable[BoardUser] = (),
     lots: Mapping[str, LotRule] = _NO_LOTS,
+    budgets: Mapping[str, Budget] = _NO_BUDGETS,
+    begins_us: int = 0,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
     """Run an island from 0 s until all tasks are done or `until_s` is reached.
 
-    `users` need only hold users with a weight other than 1.  `go_on` is called in each round.
-    Raises Broken if an invariant does not hold, and Stopped if `go_on` returns False.
+    `users` need only hold users with a weight other than 1.  `budgets` are those of tenants and
+    users by id; their periods follow the clock, which is at 0 s at `begins_us` (µs since 1970).
+    `go_on` is called in each round.  Raises Broken if an invariant does not hold, and Stopped if
+    `go_on` returns False.
     """
-    world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users, lots=lots)
+    world = World(
+        arrivals,
+        devices,
+        tenants,
+        policy,
+        costs or Costs(),
+        users=users,
+        lots=lots,
+        budgets=budgets,
+        begins_us=begins_us,
+    )
     world.keep_timeline = checked or keep_timeline
     rounds_at_us, rounds, at_once = -1, 0, 0
     while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
@@ -247,6 +267,7 @@ class _Run:
     # task before it has left
     held_from_us: int | None = None
     booked_us: int = 0  # how long it held them before that at another cost
+    counted_us: int = 0  # how long of what it holds now is counted in budgets
     rung: int = 0  # rungs that it has reached
     rung_us: int = -1  # when it will reach the next one if nothing changes
     rested_us: int = 0  # when it last came to rest at a rung
@@ -277,6 +298,8 @@ class World:
         *,
         users: Iterable[BoardUser] = (),
         lots: Mapping[str, LotRule] = _NO_LOTS,
+        budgets: Mapping[str, Budget] = _NO_BUDGETS,
+        begins_us: int = 0,
     ) -> None:
         self.policy, self.costs = policy, costs
         self.arrivals = sorted(arrivals, key=lambda arrival: (arrival.at_s, arrival.task))
@@ -304,6 +327,9 @@ class World:
         members = Counter(arrival.lot for arrival in self.arrivals)
         self.lots = {id: ReplayedLot(rule, coming=members[id]) for id, rule in lots.items()}
         self._unmade: dict[str, Arrival] = {}  # members of lots that have arrived
+        parents = {id: tenant.parent for id, tenant in self.tenants.items()}
+        self.budgets = ReplayedBudgets(budgets, parents, begins_us)
+        self._budgets_us: int | None = None  # when a budget changes what is in force
 
     @property
     def now_s(self) -> float:
@@ -325,6 +351,8 @@ class World:
         if self._came < len(self.arrivals):
             comes_us = self._comes_us[self._came]
             at_us = comes_us if at_us is None else min(at_us, comes_us)
+        if self._budgets_us is not None and self.tasks:
+            at_us = self._budgets_us if at_us is None else min(at_us, self._budgets_us)
         return at_us
 
     def advance(self, at_us: int) -> None:
@@ -343,6 +371,8 @@ class World:
                 self._unmade[arrival.task] = arrival
                 lot.arrive(arrival.task)
                 self._admit(lot)
+        if self.budgets.budgets:
+            self._look_at_budgets()
 
     def _let_it_be(self, at_us: int) -> None:
         if at_us != self.now_us:
@@ -565,16 +595,55 @@ class World:
     def _charge(self, task: BoardTask) -> None:
         """Book what the task has held since it was seated or resized."""
         run, held_us = self.runs[task.id], self._held_us(task)
+        if self.budgets.budgets:
+            self._spend(task)
+            run.counted_us = 0
         counted_for, run.held_from_us = run.arrival.counted_for, self.now_us
         self._device_us[counted_for[0]] += held_us * len(task.holds) * _milli(task) // WHOLE_MILLI
         self._meter.hold(self.now_us, counted_for, -len(task.holds), _milli(task))
-        cost = task.cost or sum(self.devices[device].cost for device in task.holds)
         self._faded[task.user] += faded(
-            held_us * cost // 1000,
+            self._charged_us(task, held_us),
             at_s=self.now_s,
             since_s=self.policy.since_s,
             half_life_s=self.policy.half_life_s,
         )
+
+    # --- budgets ---
+
+    def _look_at_budgets(self) -> None:
+        """Count what runs in the budgets, and put in force what is reached."""
+        for task in self.tasks.values():
+            self._spend(task)
+        for owner, actions, ends_s in self.budgets.look(self.now_us):
+            if owner in self.tenants:
+                tenant = replace(self.tenants[owner], exhausted=actions, budget_ends_s=ends_s)
+                self.tenants[owner] = tenant
+                self.board.set_tenant(tenant)
+            elif owner in self.users:
+                user = replace(self.users[owner], exhausted=actions, budget_ends_s=ends_s)
+                self.users[owner] = user
+                self.board.set_user(replace(user, faded_us=self.board.users[owner].faded_us))
+
+    def _spend(self, task: BoardTask) -> None:
+        """Count in the budgets what the task has held since it was counted last."""
+        run, held_us = self.runs[task.id], self._held_us(task)
+        if over_us := held_us - run.counted_us:
+            before_us = self._charged_us(task, run.counted_us)
+            charged_us = self._charged_us(task, held_us) - before_us
+            charged = Charged(task.user, task.tenant, task.kind, over_us, charged_us)
+            self.budgets.spend(charged, self.now_us)
+            run.counted_us = held_us
+
+    def _charged_us(self, task: BoardTask, held_us: int) -> int:
+        return held_us * self._cost(task) // 1000
+
+    def _cost(self, task: BoardTask) -> int:
+        return task.cost or sum(self.devices[device].cost for device in task.holds)
+
+    def _rates(self) -> Iterator[Rate]:
+        for task in self.tasks.values():
+            if self.runs[task.id].held_from_us is not None:
+                yield Rate(task.user, task.tenant, task.kind, self._cost(task))
 
     def _finish(self, done: BoardTask) -> None:
         run = self.runs[done.id]
@@ -702,6 +771,9 @@ class World:
         )
         finite = math.isfinite(again_s)
         self._look_again_us = max(math.ceil(again_s * 1e6), self.now_us + 1) if finite else None
+        if self.budgets.budgets:
+            due_us = self.budgets.next_us(self.now_us, self._rates())
+            self._budgets_us = None if due_us is None else max(due_us, self.now_us + 1)
 
     def _launch(self, task: BoardTask) -> None:
         if task.waiting_since_s is not None:
@@ -740,6 +812,7 @@ class World:
             timeline=tuple(self.timeline),
             until_s=self.now_s,
             intervals=self._meter.intervals(self.now_us),
+            spent_us=dict(self.budgets.spent_us),
         )
 
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from app.core.fairness import water_filling
+from app.core.fairness.budget import Budget
 from app.core.fairness.fair_tree import ALL
 from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
@@ -54,6 +55,8 @@ class Setup:
     costs: Costs = field(default_factory=Costs)
     until_s: float = math.inf
     lots: Mapping[str, LotRule] = field(default_factory=dict)  # those with a rule `stop`
+    budgets: Mapping[str, Budget] = field(default_factory=dict)  # of tenants and users, by id
+    begins_us: int = 0  # when its clock is at 0, in µs since 1970, for the periods of budgets
 
 
 def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Report, Value]:
@@ -77,6 +80,8 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
         keep_timeline=False,
         users=users,
         lots=setup.lots,
+        budgets=setup.budgets,
+        begins_us=setup.begins_us,
         go_on=go_on,
     )
     return report, summary(setup, fitting, report)

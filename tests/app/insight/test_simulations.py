@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
+from app.core.fairness.budget import Budget
 from app.core.simulation.simulator import Costs
 from app.db.models import Lot, Need, RequestNeed, RungResult, Tenant, User
 from app.insight import simulations
@@ -186,6 +187,22 @@ def test_users_have_their_weights_in_the_replay(session, scenery):
     user = scene.as_is.users[scene.arrivals[0].user]
     assert user.weight == 2500
     assert scene.arrivals[0].expected_s == 10.0
+
+
+def test_budgets_hold_in_the_replay_from_its_beginning_on(session, scenery):
+    """What they have put in force today does not hold: the replay begins with nothing spent."""
+    red = scenery.tenant("red")
+    red.budget = Budget(grants_us={"cpu": 6_000_000}, period=1, at={100: "pause"}).as_json()
+    red.exhausted = {"cpu": "pause"}
+    scenery.device("d0")
+    ended(scenery, red, held_s=10.0)
+    session.flush()
+    scene, _, _ = simulations.of_history(
+        session, "isle", since=NOON, until=NOON + timedelta(days=1), durations_known=True
+    )
+    as_is, _ = simulations.compare(scene, simulations.WhatIf(), Costs())
+    assert as_is["jobs"] == 1
+    assert as_is["lost_s"]["mean"] == pytest.approx(12 * 3600 - 6)
 
 
 def test_an_empty_history_gives_an_empty_report(post, scenery):

@@ -402,7 +402,11 @@ class TestValidate:
         body = red.post("/v1/requests:validate", json=descriptor(name="x")).json()
         assert body["name"] == "x"
         assert body["tasks"][0]["kind"] == "cpu"
-        assert body["tasks"][0]["descriptor"]["checkpoint"] == {"every_s": 60.0, "keep": 3}
+        assert body["tasks"][0]["descriptor"]["checkpoint"] == {
+            "every_s": 60.0,
+            "keep": 3,
+            "best": None,
+        }
         assert rows() == before
 
 
