@@ -360,7 +360,8 @@ class TestDescriptorSchema:
 
     def test_schema_names_exactly_the_known_fields(self):
         """The parser lists the fields that it knows, when it sees one that it does not."""
-        for path in ((), ("notify",), ("tasks",), *(("tasks", key) for key in TASK_OBJECTS)):
+        paths = [(), ("notify",), ("notify", 0), ("tasks",), ("tasks", "checkpoint", "best")]
+        for path in (*paths, *(("tasks", key) for key in TASK_OBJECTS)):
             assert _named(path) == _known(path), path
 
 
@@ -370,17 +371,25 @@ TASK_OBJECTS = ("run", "start", "devices", "checkpoint", "retry")
 def _named(path):
     schema = descriptor_schema.SCHEMA
     for key in path:
-        schema = schema["properties"][key]
-        schema = schema.get("items", schema)
+        if key == 0:  # where a list may stand in the place of an object
+            [schema] = [each["items"] for each in schema["anyOf"] if "items" in each]
+        else:
+            schema = _object_of(schema)["properties"][key]
+            schema = schema.get("items", schema)
         if "$ref" in schema:
             schema = descriptor_schema.COMPONENTS[schema["$ref"].rpartition("/")[2]]
-    return set(schema["properties"])
+    return set(_object_of(schema)["properties"])
+
+
+def _object_of(schema):
+    [found] = [each for each in schema.get("anyOf", [schema]) if "properties" in each]
+    return found
 
 
 def _known(path):
     there = {"\x7f": 1, **({"command": ["x"]} if path[-1:] == ("run",) else {})}
     for key in reversed(path):
-        there = {key: [there] if key == "tasks" else there}
+        there = [there] if key == 0 else {key: [there] if key == "tasks" else there}
     with pytest.raises(descriptors.BadDescriptor) as refused:
         descriptors.parse(there)
     told = next(f.detail for f in refused.value.faults if f.code == "unknown-field")
