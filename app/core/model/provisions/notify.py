@@ -29,7 +29,8 @@ EVENTS = {
 MOST_CHANNELS = 20  # that a request may name
 
 _URL = re.compile(r"https?://[^\s/]\S*")
-_TOLD_BY_URL, _TOLD_TO_CHANNELS = (re.compile("|".join(each)) for each in (TOLD, EVENTS))
+_TOLD_BY_URL = re.compile("|".join(TOLD))
+_TOLD_TO_CHANNELS = re.compile("|".join(EVENTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
