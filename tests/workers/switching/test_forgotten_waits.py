@@ -325,6 +325,7 @@ def is_imaged() -> bool:
         step=1,
         job=None,
         member=None,
+        ranked={},
         say=lambda *what, **more: told.set(),
     )
     images = Images(work)
