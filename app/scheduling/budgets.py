@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, func, select, text, tuple_
@@ -34,7 +33,6 @@ Owner = Tenant | User
 Account = tuple[str, str, str]  # user, tenant, kind of device
 
 MOST_ADJUSTMENTS = 1000  # of one kind in one period
-RATE_OVER = timedelta(days=1)  # span of the usage by which a forecast is made
 _LOCK = 0x627564676574  # key of an advisory lock; unique in this database
 _DECIDE = text("select pg_advisory_xact_lock(:key)").bindparams(key=_LOCK)
 _TRY_TO_DECIDE = text("select pg_try_advisory_xact_lock(:key)").bindparams(key=_LOCK)
@@ -55,7 +53,7 @@ def spend(session: Session, charges: Iterable[tuple[Account, int, int]]) -> None
     """
     if not session.scalar(_ANY):
         return
-    now_us = _now_us(session)
+    now_us = time_us(session)
     found = _Budgets.read(session, {account[:2] for account, _, _ in charges})
     sums: dict[tuple[str, str, str, Period], list[int]] = defaultdict(lambda: [0, 0])
     for (user, tenant, kind), over_us, charged_us in charges:
@@ -108,8 +106,8 @@ def _row(tenant: str, user: str, kind: str, period: Period, granted_us: int) -> 
         "tenant_id": tenant,
         "user_id": user,
         "kind": kind,
-        "begins_at": _time(period.begins_us),
-        "ends_at": _time(period.ends_us),
+        "begins_at": period.begins_at,
+        "ends_at": period.ends_at,
         "granted_us": granted_us,
     }
 
@@ -121,12 +119,9 @@ _SPEND = _NEW.on_conflict_do_update(
 )
 
 
-def _now_us(session: Session) -> int:
+def time_us(session: Session) -> int:
+    """Return the time of the database, in µs since 1970."""
     return round(transactions.now_s(session) * 1e6)
-
-
-def _time(at_us: int) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at_us)
 
 
 # --- what follows ---------------------------------------------------------------------------------
@@ -165,11 +160,11 @@ def _decide(
     in_force, ends_at = dict[str, str](), None
     if owner.budget is not None:
         it = budget_of(owner.budget)
-        period = it.period_at(_now_us(session))
+        period = it.period_at(time_us(session))
         begun = _begun(session, owner, it, period, rows)
         spendings = {kind: spending_of(row) for kind, row in begun.items()}
         notices += _reached(owner, it, begun)
-        in_force, ends_at = dict(budgets.actions(it, spendings)), _time(period.ends_us)
+        in_force, ends_at = dict(budgets.actions(it, spendings)), period.ends_at
     if (owner.exhausted, owner.budget_ends_at) == (in_force, ends_at):
         return False
     decided_for = owner.budget
@@ -260,18 +255,18 @@ def _begun(
     """Return the rows of a period by kind, once each has what the period before left."""
     tenant, user = _ids(owner)
     if known is None:
-        rows = _periods(session, owner, period)
+        rows = rows_of(session, owner, period)
     else:
-        begins_at = _time(period.begins_us)
+        begins_at = period.begins_at
         rows = {row.kind: row for row in known if row.begins_at == begins_at}
     for kind, granted_us in it.grants_us.items():
         if kind not in rows:
             new = _row(tenant, user, kind, period, granted_us)
             session.execute(insert(BudgetPeriod).values(new).on_conflict_do_nothing())
     if not rows.keys() >= it.grants_us.keys():
-        rows = _periods(session, owner, period)
+        rows = rows_of(session, owner, period)
     if any(row.carried_us is None for row in rows.values()):
-        past = _periods(session, owner, it.period_at(period.begins_us - 1))
+        past = rows_of(session, owner, it.period_at(period.begins_us - 1))
         for kind, row in rows.items():
             if row.carried_us is None:
                 before = past.get(kind)
@@ -279,9 +274,10 @@ def _begun(
     return {kind: rows[kind] for kind in it.grants_us}
 
 
-def _periods(session: Session, owner: Owner, period: Period) -> dict[str, BudgetPeriod]:
+def rows_of(session: Session, owner: Owner, period: Period) -> dict[str, BudgetPeriod]:
+    """Return the rows of a budget in a period, by kind."""
     query = select(BudgetPeriod).where(_is_of(owner)).execution_options(populate_existing=True)
-    query = query.where(BudgetPeriod.begins_at == _time(period.begins_us))
+    query = query.where(BudgetPeriod.begins_at == period.begins_at)
     return {row.kind: row for row in session.scalars(query.order_by(BudgetPeriod.kind))}
 
 
@@ -320,10 +316,10 @@ def set_budget(session: Session, owner: Owner, it: Budget | None) -> None:
     session.flush()
     if it is not None:
         tenant, user = _ids(owner)
-        period = it.period_at(_now_us(session))
-        kept = _kinds_that_go_on(old, it, period, _now_us(session))
+        period = it.period_at(time_us(session))
+        kept = _kinds_that_go_on(old, it, period, time_us(session))
         for kind, granted_us in it.grants_us.items():
-            spent_us = 0 if kind in kept else _charged_us(session, owner, kind, period)
+            spent_us = 0 if kind in kept else charged_within(session, owner, kind, period)
             row = _row(tenant, user, kind, period, granted_us) | {"spent_us": spent_us}
             begun = insert(BudgetPeriod).values({**row, "carried_us": 0})
             anew = {"granted_us": granted_us, "ends_at": row["ends_at"]}
@@ -355,9 +351,10 @@ def whose_usage(owner: Owner) -> ColumnElement[bool]:
     return tenant_tree.within(Usage.tenant_id, owner.id)
 
 
-def _charged_us(session: Session, owner: Owner, kind: str, period: Period) -> int:
+def charged_within(session: Session, owner: Owner, kind: str, period: Period) -> int:
+    """Return what was charged since the period began, by the buckets of the usage."""
     query = select(func.sum(Usage.charged_us)).where(whose_usage(owner))
-    query = query.where(Usage.bucket >= _time(period.begins_us))
+    query = query.where(Usage.bucket >= period.begins_at)
     if kind != ALL:
         query = query.where(Usage.kind == kind)
     return int(session.scalar(query) or 0)
@@ -368,7 +365,7 @@ def adjust(session: Session, owner: Owner, kind: str, *, us: int, why: str, by: 
     if owner.budget is None or kind not in (it := budget_of(owner.budget)).grants_us:
         return False
     session.execute(_DECIDE)
-    row = _begun(session, owner, it, it.period_at(_now_us(session)))[kind]
+    row = _begun(session, owner, it, it.period_at(time_us(session)))[kind]
     session.refresh(row, with_for_update=True)
     if len(row.adjustments) >= MOST_ADJUSTMENTS:
         raise Conflict(f"this period has {MOST_ADJUSTMENTS} adjustments already; change the budget")
@@ -378,54 +375,3 @@ def adjust(session: Session, owner: Owner, kind: str, *, us: int, why: str, by: 
     session.flush()
     _decide_and_tell(session, owner)
     return True
-
-
-# --- what is shown --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetStanding:
-    """Shows one kind of a budget in the present period, in micro-device-seconds."""
-
-    kind: str
-    spending: Spending
-    adjustments: list[dict[str, Any]]
-    in_force: str  # "" if nothing is
-    seen_at: datetime
-    charged_us: int  # in the day before
-    runs_out_at: datetime | None  # at the rate of the last day; None: not in this period
-
-
-def standings(session: Session, owner: Owner) -> tuple[Period, list[BudgetStanding]]:
-    """Return how much of a budget is spent; the owner has one."""
-    assert owner.budget is not None
-    it, now_us = budget_of(owner.budget), _now_us(session)
-    period = it.period_at(now_us)
-    rows = _periods(session, owner, period)
-    since = Period(now_us - RATE_OVER // timedelta(microseconds=1), now_us)
-    found = []
-    for kind, granted_us in sorted(it.grants_us.items()):
-        row = rows.get(kind)
-        spending = Spending(granted_us=granted_us) if row is None else spending_of(row)
-        charged_us = _charged_us(session, owner, kind, since)
-        found.append(
-            BudgetStanding(
-                kind=kind,
-                spending=spending,
-                adjustments=[] if row is None else row.adjustments,
-                in_force=owner.exhausted.get(kind, ""),
-                seen_at=_time(now_us),
-                charged_us=charged_us,
-                runs_out_at=_runs_out(spending, charged_us, now_us, period),
-            )
-        )
-    return period, found
-
-
-def _runs_out(spending: Spending, charged_us: int, now_us: int, period: Period) -> datetime | None:
-    """Return when nothing is left if as much is charged each day as in the last one."""
-    if spending.left_us <= 0:
-        return _time(now_us)
-    day_us = RATE_OVER // timedelta(microseconds=1)
-    at_us = now_us + spending.left_us * day_us // charged_us if charged_us else period.ends_us
-    return _time(at_us) if at_us < period.ends_us else None

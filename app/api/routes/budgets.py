@@ -5,7 +5,6 @@ The budget itself is a field of the tenant or user (`app.api.routes.tenants`).
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -22,6 +21,7 @@ from app.core.fairness.budget import HOUR_US
 from app.db.models import Tenant, User
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict
+from app.insight import reports
 from app.scheduling import budgets
 
 router = v1_router("tenants")
@@ -100,16 +100,16 @@ def _adjusted(
 def _shown(session: Session, owner: Tenant | User) -> dict[str, Any]:
     if owner.budget is None:
         return {"budget": None, "begins_at": None, "ends_at": None, "kinds": []}
-    period, standings = budgets.standings(session, owner)
+    period, standings = reports.budget_standings(session, owner)
     return {
         "budget": budget_values.shown(owner.budget),
-        "begins_at": _time(period.begins_us),
-        "ends_at": _time(period.ends_us),
+        "begins_at": period.begins_at,
+        "ends_at": period.ends_at,
         "kinds": [_kind(each) for each in standings],
     }
 
 
-def _kind(it: budgets.BudgetStanding) -> dict[str, Any]:
+def _kind(it: reports.BudgetStanding) -> dict[str, Any]:
     return {
         "kind": it.kind,
         "granted_hours": hours(it.spending.granted_us),
@@ -125,7 +125,3 @@ def _kind(it: budgets.BudgetStanding) -> dict[str, Any]:
             for one in it.adjustments
         ],
     }
-
-
-def _time(at_us: int) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at_us)

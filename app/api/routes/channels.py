@@ -20,17 +20,17 @@ from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.routes.webhooks import DeliveryOut, DeliveryState, delivery_shown
+from app.api.routes.webhooks import DeliveryOut, DeliveryState, deliveries_of, tried_out
 from app.api.schemas.base import EXAMPLE_AT, EXAMPLE_TENANT, In, Out, Page, example, example_of
 from app.core.model.fields import NAME, NAME_RULE
 from app.core.model.provisions.notify import EVENTS, MOST_CHANNELS, ChannelWish
 from app.core.security.addresses import networks
 from app.core.webhooks.channel_texts import MAIL
 from app.core.webhooks.urls import refusal
-from app.db.models import Delivery, Tenant, User, Webhook
+from app.db.models import Tenant, User, Webhook
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict, NotFound, Unavailable
-from app.identity import audit, secret_store
+from app.identity import secret_store
 from app.messaging import channels, mail, webhooks
 from app.settings import settings
 from app.storage.sealing import NoKey
@@ -167,10 +167,7 @@ def test_channel(id: str, response: Response, caller: Authed, session: Db) -> di
     channel = _channel(session, caller, id)
     if channel.disabled_at is not None:
         raise Conflict("the receiver answered 410, so nothing more is sent; add a new channel")
-    audit.asked(session, channel)
-    delivery = webhooks.try_out(session, channel)
-    response.headers["Location"] = f"/v1/deliveries/{delivery.id}"
-    return delivery_shown(delivery)
+    return tried_out(session, response, channel)
 
 
 @router.get(
@@ -187,12 +184,7 @@ def list_channel_deliveries(
     state: Annotated[DeliveryState | None, Query()] = None,
 ) -> dict[str, Any]:
     """Lists messages, newest first, with every attempt.  Ended ones are kept for 30 days."""
-    channel = _channel(session, caller, id, lock=False)
-    query = select(Delivery).where(Delivery.webhook_id == channel.id)
-    if state is not None:
-        query = query.where(Delivery.state == state)
-    found = paging.read(session, query, by=Delivery.id, newest_first=True)
-    return found.page([delivery_shown(row) for row in found.rows])
+    return deliveries_of(session, paging, _channel(session, caller, id, lock=False), state)
 
 
 # --- what a user usually wants ------------------------------------------------------------------

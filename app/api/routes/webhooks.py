@@ -302,6 +302,11 @@ def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> di
             "this webhook has no address of its own; submit a request with `notify` instead"
         )
     _check_enabled(hook)
+    return tried_out(session, response, hook)
+
+
+def tried_out(session: Session, response: Response, hook: Webhook) -> dict[str, Any]:
+    """Send a test message to a webhook or channel, and return its delivery."""
     audit.asked(session, hook)
     delivery = webhooks.try_out(session, hook)
     response.headers["Location"] = f"/v1/deliveries/{delivery.id}"
@@ -325,7 +330,14 @@ def list_deliveries(
     state: Annotated[DeliveryState | None, Query()] = None,
 ) -> dict[str, Any]:
     """Lists deliveries, newest first, with every attempt.  Ended ones are kept for 30 days."""
-    query = select(Delivery).where(Delivery.webhook_id == _webhook(session, caller, id).id)
+    return deliveries_of(session, paging, _webhook(session, caller, id), state)
+
+
+def deliveries_of(
+    session: Session, paging: Paged, hook: Webhook, state: DeliveryState | None
+) -> dict[str, Any]:
+    """Return a page of the deliveries of a webhook or channel, newest first."""
+    query = select(Delivery).where(Delivery.webhook_id == hook.id)
     if state is not None:
         query = query.where(Delivery.state == state)
     found = paging.read(session, query, by=Delivery.id, newest_first=True)

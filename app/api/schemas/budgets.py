@@ -34,7 +34,7 @@ class Days(In):
 
 
 class BudgetIn(In):
-    """What may be charged in each period, and what follows when it is used."""
+    """Says what may be charged in each period, and what follows when it is used."""
 
     model_config = example(
         device_hours={"cuda": 1000.0},

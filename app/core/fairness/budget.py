@@ -35,7 +35,7 @@ DEMOTED = 1 << 320
 
 
 class Period(NamedTuple):
-    """A span of time in which a budget is used; `ends_us` is the beginning of the next one.
+    """Bounds the time in which a grant may be used; `ends_us` is the beginning of the next one.
 
     Both are µs since 1970.
     """
@@ -43,10 +43,18 @@ class Period(NamedTuple):
     begins_us: int
     ends_us: int
 
+    @property
+    def begins_at(self) -> datetime:
+        return time_at(self.begins_us)
+
+    @property
+    def ends_at(self) -> datetime:
+        return time_at(self.ends_us)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What may be charged in each period, and what follows.
+    """Holds what may be charged in each period, and what follows.
 
     `grants_us` is by kind of device; under "*" of all kinds together. `period` is "month", "week",
     or a number of days that are counted from the day `since`. `at` gives an action for each
@@ -115,6 +123,11 @@ def budget_of(row: Mapping[str, Any]) -> Budget:
     return Budget(**{**row, "at": at, "since": since, "to": tuple(row["to"])})
 
 
+def time_at(at_us: int) -> datetime:
+    """Return a time in µs since 1970 as a datetime, to the µs."""
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at_us)
+
+
 def _midnight_us(day: date, zone: ZoneInfo) -> int:
     """Return when a day begins; where midnight comes twice, the first, and where never, the
     instant at which the clock jumps.
@@ -144,7 +157,7 @@ class Spending:
 
     @property
     def left_us(self) -> int:
-        """What may still be charged; below 0 if more was charged than there was."""
+        """Return what may still be charged; below 0 if more was charged than there was."""
         return self.total_us - self.spent_us
 
     def has_reached(self, percent: int) -> bool:

@@ -187,7 +187,7 @@ class RequestChannel(Base):
 
 
 class NewsItem(Base):
-    """What happened to a request, `count` times, and is no message to the channel yet.
+    """Tells that something happened to a request `count` times; no message told a channel yet.
 
     Control looks at it when it is due, and sends it or waits for more.
     """

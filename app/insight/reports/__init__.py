@@ -10,7 +10,12 @@ and `core.fairness.water_filling`.
 
 from __future__ import annotations
 
-from app.insight.reports.budgets import BurnDown, burn_downs
+from app.insight.reports.budgets import (
+    BudgetStanding,
+    BurnDown,
+    budget_standings,
+    burn_downs,
+)
 from app.insight.reports.data import datablocks
 from app.insight.reports.environments import environments, newest_environments
 from app.insight.reports.fleet import devices, paces, running
@@ -47,6 +52,7 @@ from app.insight.reports.work import (
 __all__ = [
     "GROUPS",
     "INTERVALS",
+    "BudgetStanding",
     "BurnDown",
     "Curve",
     "Decided",
@@ -58,6 +64,7 @@ __all__ = [
     "Round",
     "TenantShare",
     "UsageRow",
+    "budget_standings",
     "burn_downs",
     "checkpoints",
     "clock",

@@ -1,18 +1,69 @@
-"""Shows a tenant's and a user's budgets as they burn down."""
+"""Shows what is spent of a budget, when it runs out, and how it burns down."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.core.fairness.budget import ALL, Period
+from app.core.fairness.budget import ALL, Period, Spending, budget_of, time_at
 from app.db.models import Tenant, Usage, User
 from app.scheduling import budgets
-from app.scheduling.budgets import BudgetStanding
+from app.scheduling.budgets import Owner
+
+RATE_OVER = timedelta(days=1)  # span of the usage by which a forecast is made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetStanding:
+    """Shows one kind of a budget in the present period, in micro-device-seconds."""
+
+    kind: str
+    spending: Spending
+    adjustments: list[dict[str, Any]]
+    in_force: str  # "" if nothing is
+    seen_at: datetime
+    charged_us: int  # in the day before
+    runs_out_at: datetime | None  # at the rate of the last day; None: not in this period
+
+
+def budget_standings(session: Session, owner: Owner) -> tuple[Period, list[BudgetStanding]]:
+    """Return how much of a budget is spent; the owner has one."""
+    assert owner.budget is not None
+    it, now_us = budget_of(owner.budget), budgets.time_us(session)
+    period = it.period_at(now_us)
+    rows = budgets.rows_of(session, owner, period)
+    since = Period(now_us - RATE_OVER // timedelta(microseconds=1), now_us)
+    found = []
+    for kind, granted_us in sorted(it.grants_us.items()):
+        row = rows.get(kind)
+        spending = Spending(granted_us=granted_us) if row is None else budgets.spending_of(row)
+        charged_us = budgets.charged_within(session, owner, kind, since)
+        found.append(
+            BudgetStanding(
+                kind=kind,
+                spending=spending,
+                adjustments=[] if row is None else row.adjustments,
+                in_force=owner.exhausted.get(kind, ""),
+                seen_at=time_at(now_us),
+                charged_us=charged_us,
+                runs_out_at=_runs_out(spending, charged_us, now_us, period),
+            )
+        )
+    return period, found
+
+
+def _runs_out(spending: Spending, charged_us: int, now_us: int, period: Period) -> datetime | None:
+    """Return when nothing is left if as much is charged each day as in the last one."""
+    if spending.left_us <= 0:
+        return time_at(now_us)
+    day_us = RATE_OVER // timedelta(microseconds=1)
+    at_us = now_us + spending.left_us * day_us // charged_us if charged_us else period.ends_us
+    return time_at(at_us) if at_us < period.ends_us else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +71,7 @@ class BurnDown:
     """Draws one kind of a budget in a picture that is 1 wide and 1 high.
 
     `points` are (time, left) from the beginning of the period to now; `forecast` is where the line
-    goes if as much is charged as in the last day. Left is below 0 at y > 1 only as 1.
+    goes if as much is charged as in the last day. What is left below 0 is drawn as 0.
     """
 
     owner: str  # name of the tenant or user
@@ -43,13 +94,13 @@ def burn_downs(session: Session, tenant_id: str, user_id: str) -> list[BurnDown]
 
 
 def _drawn(session: Session, owner: Tenant | User) -> Iterator[BurnDown]:
-    period, standings = budgets.standings(session, owner)
+    period, standings = budget_standings(session, owner)
     for standing in standings:
         points = tuple(_points(session, owner, period, standing))
         yield BurnDown(
             owner=owner.name,
             is_own=isinstance(owner, User),
-            ends_at=_time(period.ends_us),
+            ends_at=period.ends_at,
             standing=standing,
             points=points,
             forecast=_forecast(points[-1], period, standing),
@@ -63,7 +114,7 @@ def _points(
 
     The days are sums of buckets; what is left now is exact.
     """
-    begins_at, total_us = _time(period.begins_us), standing.spending.total_us
+    begins_at, total_us = period.begins_at, standing.spending.total_us
     day = func.date_bin(timedelta(days=1), Usage.bucket, begins_at)
     query = select(day, func.sum(Usage.charged_us)).where(budgets.whose_usage(owner))
     query = query.where(Usage.bucket >= begins_at).group_by(day).order_by(day)
@@ -96,7 +147,3 @@ def _across(period: Period, at_s: float) -> float:
 
 def _up(left_us: float, total_us: int) -> float:
     return min(1.0, max(0.0, left_us / total_us)) if total_us > 0 else 0.0
-
-
-def _time(at_us: int) -> datetime:
-    return datetime.fromtimestamp(at_us / 1e6, UTC)

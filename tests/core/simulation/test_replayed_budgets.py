@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -29,17 +30,17 @@ def arrival(task: str, work_s: float, at_s: float = 0.0, of: str = "a") -> Arriv
     return Arrival(at_s=at_s, task=task, tenant=of, user=f"{of}/1", work_s=work_s)
 
 
-def replay(arrivals: list[Arrival], budgets: dict[str, Budget], **more: object) -> Report:
-    given: dict[str, object] = {"costs": FREE, **more}
+def replay(arrivals: list[Arrival], budgets: dict[str, Budget], **more: Any) -> Report:
+    given: dict[str, Any] = {"costs": FREE, **more}
     begins_us = round(BEGINS.timestamp()) * 1_000_000
     tenants = [tenant("a"), tenant("b")]
     given = {"devices": devices(1), "tenants": tenants, "policy": NO_TIERS, **given}
-    return simulate(arrivals, budgets=budgets, begins_us=begins_us, **given)  # type: ignore[arg-type]
+    return simulate(arrivals, budgets=budgets, begins_us=begins_us, **given)
 
 
-def minutes(count: float, **more: object) -> Budget:
-    values: dict[str, object] = {"period": 1, "at": {100: "pause"}, **more}
-    return Budget(grants_us={"cpu": round(count * 60e6)}, **values)  # type: ignore[arg-type]
+def minutes(count: float, **more: Any) -> Budget:
+    values: dict[str, Any] = {"period": 1, "at": {100: "pause"}, **more}
+    return Budget(grants_us={"cpu": round(count * 60e6)}, **values)
 
 
 @pytest.mark.parametrize("owner", ["a", "a/1"])
