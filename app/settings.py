@@ -164,6 +164,8 @@ class Settings(BaseSettings):
     # webhooks: networks, separated by commas, that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
     webhook_timeout_s: float = Field(15.0, gt=0)  # time limit for a receiver to answer
+    # time on a device without progress after which channels are told that a task has stalled
+    stalled_s: float = Field(1800.0, gt=0, allow_inf_nan=False)
     # address at which people open the pages, for links in messages to channels; "": no links
     public_url: Annotated[str, AfterValidator(_web_address)] = ""
     # mail: smtp://USER:PASSWORD@HOST:PORT, or smtps:// for TLS from the start; "": no mail

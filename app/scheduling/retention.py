@@ -80,6 +80,7 @@ _OF_TASKS = (
     _OwnedTable("logs", ("task_id",)),
     _OwnedTable("metrics", ("task_id",)),
     _OwnedTable("rung_results", ("task_id",)),
+    _OwnedTable("progress_marks", ("task_id",), archived=False),
     _OwnedTable("decisions", ("task_id",)),
     _OwnedTable("orders", ("task_id",), archived=False),
     _OwnedTable("checkpoints", ("task_id",)),

@@ -115,6 +115,8 @@ class Control(Loop):
             freed = housekeeping.tidy(session)
             sessions.end_silent(session)
             tunnels.end_lost(session)
+            journal.tell_stalled(session)
+            journal.settle(session)
         housekeeping.free(freed)
         self._sweep()
 

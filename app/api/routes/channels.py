@@ -47,6 +47,7 @@ ChannelEvent = Literal[
     "preempted",
     "resumed",
     "moved",
+    "stalled",
     "retrying",
     "failed",
     "done",

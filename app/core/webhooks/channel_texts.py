@@ -32,6 +32,7 @@ _OF_TASKS = {
     "task.preempted": "was preempted",
     "task.resumed": "goes on",
     "task.moved": "was moved to another device",
+    "task.stalled": "holds a device and makes no progress",
     "task.retrying": "failed or lost its device, and starts again",
     "task.failed": "has failed",
 }
@@ -44,6 +45,7 @@ _TOLD_OF_MANY = {
     "task.preempted": "were preempted",
     "task.resumed": "go on",
     "task.moved": "were moved",
+    "task.stalled": "have a task that makes no progress",
     "task.retrying": "start tasks again",
     "task.failed": "have a task that failed",
 }

@@ -405,6 +405,21 @@ class RungResult(Base):
     )
 
 
+class ProgressMark(Base):
+    """Holds the newest progress of a task that control saw (`core.webhooks.stalls`).
+
+    Only tasks have one whose requests name a channel for tasks that stall.
+    """
+
+    __tablename__ = "progress_marks"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger)
+    line: Mapped[int] = mapped_column(BigInteger)  # id in `logs`
+    row: Mapped[int] = mapped_column(BigInteger)  # step in `metrics`
+    held_us: Mapped[int] = mapped_column(BigInteger)  # for which the task held a device before
+    is_told: Mapped[bool] = mapped_column(server_default=text("false"))
+
+
 class Need(Base):
     """A dependency: `task_id` starts only when `needs_id` is done."""
 

@@ -34,6 +34,7 @@ from app.scheduling.journal.reports.quiet import renew, write_progress
 from app.scheduling.journal.reports.residents import LAUNCHES_UNSEEN
 from app.scheduling.journal.request_needs import decide_needs
 from app.scheduling.journal.settlement import CHANGES, settle, write_down
+from app.scheduling.journal.stalled_tasks import tell_stalled
 from app.scheduling.journal.task_writer import break_off, savepoint, tell
 from app.scheduling.journal.unassigned import cancel, give_up
 from app.scheduling.journal.unreadable import (
@@ -68,6 +69,7 @@ __all__ = [
     "store",
     "store_part",
     "tell",
+    "tell_stalled",
     "unreadable_report",
     "unseat",
     "write_down",

@@ -24,8 +24,11 @@ from app.db.models import (
     AuditEvent,
     Delivery,
     Device,
+    LogLine,
+    Metric,
     NewsItem,
     Placement,
+    ProgressMark,
     Request,
     RequestChannel,
     RequestEvent,
@@ -238,6 +241,73 @@ class TestTold:
             start(session, task)
             [message] = messages(session)
         assert f"<https://rh.example.org/ui/requests/{task.request_id}|" in message.body
+
+
+def look(session, task: Task, *, held_s: float, **more) -> list[str]:
+    """Let control look at a task that has held a device for so long; return what was told."""
+    session.refresh(task)
+    task.held_us = round(held_s * 1e6)
+    for name, value in more.items():
+        setattr(task, name, value)
+    session.flush()
+    journal.tell_stalled(session)
+    journal.settle(session)
+    session.commit()
+    return [each for each in texts(session) if "no progress" in each]
+
+
+class TestStalled:
+    @pytest.fixture
+    def running(self, session, submit):
+        task = submit("stalled")
+        start(session, task)
+        return task
+
+    def test_task_without_progress_is_told_once_with_an_event(self, session, running):
+        assert look(session, running, held_s=60) == []
+        assert look(session, running, held_s=1859) == []
+        name = session.get_one(Request, running.request_id).name
+        told = [f"{name}: train holds a device and makes no progress."]
+        assert look(session, running, held_s=1860) == told
+        assert look(session, running, held_s=9000) == told
+        events = select(RequestEvent).where(RequestEvent.type == "task.stalled")
+        [event] = session.scalars(events)
+        assert event.task_id == running.id
+        assert "for 30m 00s without a new step" in event.message
+
+    @pytest.mark.parametrize("progress", ["step", "line", "row"])
+    def test_task_that_went_on_may_be_told_again(self, session, running, progress):
+        look(session, running, held_s=60)
+        assert len(look(session, running, held_s=1900)) == 1
+        if progress == "line":
+            line = {"epoch": running.epoch, "line": 0, "stream": "stdout", "text": SECRET}
+            session.add(LogLine(task_id=running.id, **line))
+        elif progress == "row":
+            session.add(Metric(task_id=running.id, step=7, values={"loss": 1.0}))
+        step = 7 if progress == "step" else 0
+        look(session, running, held_s=2000, step=step)
+        let_time_pass(session, 601)  # so that the next message need not wait for this one
+        assert len(look(session, running, held_s=3799, step=step)) == 1
+        assert len(look(session, running, held_s=3800, step=step)) == 2
+
+    def test_pause_neither_counts_nor_makes_it_go_on(self, session, running):
+        look(session, running, held_s=60)
+        assert look(session, running, held_s=0, total_held_us=10**10, state="waiting") == []
+        assert len(look(session, running, held_s=0, state="running")) == 1
+        look(session, running, held_s=0, state="waiting", epoch=5)
+        assert len(look(session, running, held_s=9000, state="running")) == 1
+
+    def test_only_watched_tasks_have_marks_and_none_after_their_end(self, session, submit):
+        quiet, watched = submit("failed"), submit("stalled")
+        talk = submit("stalled")
+        for task in (quiet, watched, talk):
+            task.state = "running"
+        talk.descriptor = {**talk.descriptor, "session": {"idle_s": 900}}
+        session.flush()
+        look(session, watched, held_s=60)
+        assert session.scalars(select(ProgressMark.task_id)).all() == [watched.id]
+        look(session, watched, held_s=60, state="done")
+        assert session.scalars(select(ProgressMark.task_id)).all() == []
 
 
 def launched(task: Task) -> dict[str, object]:

@@ -30,6 +30,7 @@ from app.db.models import (
     Need,
     OutboxOrder,
     Placement,
+    ProgressMark,
     Request,
     RequestEvent,
     RequestNeed,
@@ -90,6 +91,7 @@ def _write_request(session) -> None:
     session.add(RequestNeed(task_id=TASK["id"], **gone, otherwise="fail", outcome="met"))
     session.add(Lot(id=TASK["id"], count=1, at_once=1))
     session.add(RungResult(task_id=TASK["id"], lot_id=TASK["id"], rung=0, step=9, value=0.5))
+    session.add(ProgressMark(task_id=TASK["id"], step=9, line=0, row=0, held_us=5))
     device = documented.DEVICE["id"]
     session.add(OutboxOrder(task_id=TASK["id"], epoch=1, seq=1, device_id=device, kind="Stop"))
     soon = func.now() + timedelta(minutes=1)
@@ -347,7 +349,7 @@ class TestArchived:
         _delete_all(session, archive())
         assert not _there(session)
         found = _archived(folder)
-        assert found.keys() == before.keys() - {"orders", "tunnels"}
+        assert found.keys() == before.keys() - {"orders", "progress_marks", "tunnels"}
         for table, rows in found.items():
             assert sorted(rows) == sorted(before[table]), table
 

@@ -20,6 +20,7 @@ EVENTS = {
     "preempted": ("task.preempted",),
     "resumed": ("task.resumed",),
     "moved": ("task.moved",),
+    "stalled": ("task.stalled",),
     "retrying": ("task.retrying",),
     "failed": ("task.failed", "request.failed"),
     "done": ("request.done",),
