@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from app.core.model.fields import Fault
 from app.core.model.provisions.notify import ChannelWish
 from app.db.ids import new_id
-from app.db.models import Webhook
+from app.db.models import Delivery, Webhook
 from app.settings import settings
 from app.storage.sealing import Keyring
 
@@ -71,6 +71,16 @@ def _seal(channel: Webhook, address: str, keys: Keyring) -> None:
 
 def _about(channel: Any) -> str:
     return "\n".join(("channel", channel.id, channel.tenant_id, channel.name))
+
+
+def newest_deliveries(session: Session, ids: Sequence[str]) -> dict[str, Delivery]:
+    """Return the newest delivery of each of these channels that has one."""
+    newest = select(Delivery.id).where(Delivery.webhook_id == Webhook.id)
+    newest = newest.order_by(Delivery.id.desc()).limit(1)
+    query = select(Delivery).where(
+        Delivery.id.in_(select(newest.scalar_subquery()).where(Webhook.id.in_(ids)))
+    )
+    return {row.webhook_id: row for row in session.scalars(query)}
 
 
 # --- what requests want -------------------------------------------------------------------------

@@ -47,12 +47,21 @@ def mount(app: FastAPI) -> None:
 
 def routers() -> list[APIRouter]:
     """Return the routers in matching order: the very last route takes all other addresses."""
-    from app.pages import admin_views, operator_views, secret_views, sign_in, task_forms, views
+    from app.pages import (
+        admin_views,
+        channel_views,
+        operator_views,
+        secret_views,
+        sign_in,
+        task_forms,
+        views,
+    )
 
     return [
         sign_in.router,
         task_forms.router,
         admin_views.router,
+        channel_views.router,
         operator_views.router,
         secret_views.router,
         views.router,

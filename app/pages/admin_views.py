@@ -79,7 +79,7 @@ def _paging(request: Request, cursor: str, limit: int = ON_A_PAGE) -> Paging:
     return Paging(http=request, response=Response(), limit=limit, given=cursor or None)
 
 
-def _tenants(session: Session, caller: Caller) -> dict[str, str]:
+def tenant_names(session: Session, caller: Caller) -> dict[str, str]:
     """Return id -> name of the tenants that the caller sees, the own one first."""
     query = select(Tenant.id, Tenant.name).where(of_caller(caller, Tenant.id))
     rows = session.execute(query.order_by(Tenant.id != caller.tenant_id, Tenant.name))
@@ -150,7 +150,7 @@ def list_members(request: Request, session: Db, caller: Admin, cursor: str = "")
         members=found["items"],
         next_cursor=found["next_cursor"],
         keys=_good_keys(session, [user["id"] for user in found["items"]]),
-        tenants=_tenants(session, caller),
+        tenants=tenant_names(session, caller),
         idle_limits=_idle_limits(session, caller),
         idle_words=IDLE_LIMITS,
     )
@@ -311,7 +311,7 @@ def list_webhooks(request: Request, session: Db, caller: Admin, cursor: str = ""
         section="webhooks",
         hooks=found["items"],
         next_cursor=found["next_cursor"],
-        tenants=_tenants(session, caller),
+        tenants=tenant_names(session, caller),
         types=TYPES,
     )
 
@@ -446,5 +446,5 @@ def list_audit(
         ),
         actions=actions,
         targets=TARGETS,
-        tenants=_tenants(session, caller),
+        tenants=tenant_names(session, caller),
     )

@@ -99,6 +99,7 @@ class Service:
             "/ui/tenants",
             "/ui/members",
             member,
+            "/ui/channels",
             "/ui/webhooks",
             hook,
             "/ui/audit",
@@ -209,6 +210,7 @@ def _fill(session: Session) -> dict[str, Any]:
     whose = {"cycle_id": cycle.id, "task_id": tracked.id, "tenant_id": a.id}
     scenery.add(Decision(**whose, **what, devices=["d0"]))
     hook = _webhook(session, a.id, tracked.request_id)
+    _channels(session, a.id, b.id)
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         whose = {"tenant_id": tracked.tenant_id, "key_id": "k", "encrypted": b"", "set_by": ""}
         session.add(Secret(id=new_id("sct"), name=name, **whose))
@@ -232,6 +234,27 @@ def _webhook(session: Session, tenant_id: str, request_id: str) -> str:
         delivery.due_at = func.now() + timedelta(hours=1)
     session.flush()
     return hook.id
+
+
+def _channels(session: Session, tenant_id: str, other_id: str) -> None:
+    """Channels with each end of their last message, one that nothing was sent to, one refused."""
+    tried = {"at": "2026-11-21T12:00:00+00:00", "status": 503, "error": "", "took_us": 41_000}
+    ends = ("delivered", "given_up", "pending", "", "refused")
+    sealed = {"key_id": "k", "encrypted": b"", "secret": webhooks.new_secret()}
+    for kind, end in zip(("slack", "teams", "mail", "webhook", "slack"), ends, strict=True):
+        name = f"{kind}-{end or 'unused'}"
+        channel = Webhook(id=new_id("chn"), tenant_id=tenant_id, name=name, kind=kind, **sealed)
+        channel.url = f"channel:{name}"
+        session.add(channel)
+        session.flush()
+        if end == "refused":
+            channel.disabled_at = func.now()
+        elif end:
+            delivery = webhooks.try_out(session, channel)
+            delivery.state, delivery.attempts = end, [tried]
+    whose = {"id": new_id("chn"), "tenant_id": other_id, "name": "theirs", "kind": "slack"}
+    session.add(Webhook(**whose, url="channel:theirs", **sealed))
+    session.flush()
 
 
 def _environments(session: Session, task: Task, name: str) -> None:

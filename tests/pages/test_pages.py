@@ -656,7 +656,7 @@ class TestEverywhere:
         visit.go("/ui/audit")
         links = visit.page.locator("header nav a")
         tops = links.evaluate_all("links => links.map(link => link.getBoundingClientRect().top)")
-        assert len(tops) == 12
+        assert len(tops) == 13
         assert len({round(top) for top in tops}) == 1
         expect(links.and_(visit.page.locator("[aria-current]"))).to_be_in_viewport()
 

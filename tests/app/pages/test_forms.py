@@ -342,6 +342,73 @@ class TestWebhooks:
         assert "Back to the page" in answer.text
 
 
+class TestChannels:
+    ADDRESS = "https://hooks.example.org/services/T0/S3CR3T"
+
+    def add(self, admin: Browser, **more: str) -> Any:
+        given = {"name": "ml-alerts", "kind": "slack", "address": self.ADDRESS, **more}
+        return admin.send("/ui/channels", do="add", **given)
+
+    def test_channel_is_added_tested_and_removed_and_its_address_never_shown(
+        self, browse, as_, session
+    ):
+        admin, api = browse("red.tenant_admin"), as_("red.tenant_admin")
+        assert self.add(admin).status_code == 303
+        assert "ml-alerts is added" in admin.told("/ui/channels")
+        [channel] = api.get("/v1/channels").json()["items"]
+        assert "none yet" in admin.look("/ui/channels").text
+        admin.send("/ui/channels", do="test", channel=channel["id"])
+        assert "on its way" in admin.told("/ui/channels")
+        tried = {"at": "2026-11-21T12:00:00+00:00", "status": 503, "error": "", "took_us": 41_000}
+        session.execute(update(Delivery).values(state="given_up", attempts=[tried], attempt=1))
+        admin.send("/ui/channels", do="test", channel=channel["id"])
+        shown = admin.look("/ui/channels").text
+        assert "pending" in shown, "the newest message counts"
+        assert "given up" not in shown
+        session.execute(update(Delivery).values(state="given_up", attempts=[tried], attempt=1))
+        shown = admin.look("/ui/channels").text
+        assert "given up" in shown
+        assert "answered 503" in shown
+        assert "S3CR3T" not in shown
+        admin.send("/ui/channels", do="remove", channel=channel["id"])
+        assert "No channel yet." in admin.look("/ui/channels").text
+        assert api.get("/v1/channels").json()["items"] == []
+        actions = [row.operation for row in session.scalars(select(AuditEvent))]
+        assert {"createChannel", "testChannel", "deleteChannel"} <= set(actions)
+        told = [f"{row.before}{row.after}" for row in session.scalars(select(AuditEvent))]
+        assert not [words for words in told if "S3CR3T" in words]
+
+    def test_only_a_webhook_shows_its_signing_secret_and_once(self, browse):
+        admin = browse("red.tenant_admin")
+        made = self.add(admin, kind="webhook")
+        assert "whsec_" in words_of(made, TOLD)
+        for answer in (admin.look("/ui/channels"), self.add(admin, name="chat")):
+            assert "whsec_" not in answer.text
+
+    @pytest.mark.parametrize(
+        ("bad", "named"),
+        [
+            ({"address": "http://127.0.0.1/"}, "public address"),
+            ({"kind": "mail", "address": "a@b.org"}, "sends no mail"),
+            ({"name": "No Name"}, "name"),
+        ],
+    )
+    def test_bad_field_is_refused_with_its_name(self, browse, bad, named):
+        answer = self.add(browse("red.tenant_admin"), **bad)
+        assert answer.status_code == 422
+        assert named in answer.text
+
+    def test_channel_of_another_tenant_is_not_found(self, browse, as_):
+        self.add(browse("red.tenant_admin"), name="of-red")
+        [channel] = as_("red.tenant_admin").get("/v1/channels").json()["items"]
+        stranger = browse("blue.tenant_admin")
+        assert "of-red" not in stranger.look("/ui/channels").text
+        for do in ("test", "remove"):
+            given = {"do": do, "channel": channel["id"]}
+            assert stranger.send("/ui/channels", **given).status_code == 404
+        assert "of-red" in browse("root").look("/ui/channels").text
+
+
 class TestAuditLog:
     def test_audit_log_shows_what_forms_did_and_is_filtered(self, browse, world):
         admin = browse("red.tenant_admin")
@@ -369,7 +436,13 @@ class TestAuditLog:
         assert not set(ids[0]) & set(ids[1])
 
 
-ADMINS_PAGES = ("/ui/members", "/ui/members/usr_red.member", "/ui/webhooks", "/ui/audit")
+ADMINS_PAGES = (
+    "/ui/members",
+    "/ui/members/usr_red.member",
+    "/ui/channels",
+    "/ui/webhooks",
+    "/ui/audit",
+)
 
 
 class TestWhoAdministers:

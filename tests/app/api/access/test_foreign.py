@@ -377,6 +377,7 @@ ADDRESSES = {
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
     "/ui/members/limits": [],  # it only takes a form
     "/ui/members/{id}": ["/ui/members/{}"],
+    "/ui/channels": ["/ui/channels", "/ui/channels?cursor={}"],
     "/ui/webhooks": ["/ui/webhooks"],
     "/ui/webhooks/{id}": ["/ui/webhooks/{}"],
     "/ui/audit": ["/ui/audit", "/ui/audit?target_id={}", "/ui/audit?user_id={}"],
