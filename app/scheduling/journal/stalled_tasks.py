@@ -1,7 +1,9 @@
 """Tells channels of tasks that hold a device and make no progress.
 
 `core.webhooks.stalls` decides. Only tasks are watched whose requests name a channel for it, so no
-other task costs anything. Sessions are not watched: they wait for their users.
+other task costs anything. Sessions are not watched: they wait for their users. The steps of a
+command are its checkpoints, which the device saves though the command stands still; they do not
+count.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _LOOKING = 0x7374616C6C  # key of an advisory lock; unique in this database
 
 _WATCHED = text(
     """
-    select t.id, t.step, t.total_held_us + t.held_us as held_us,
+    select t.id,
+        case when t.descriptor -> 'run' -> 'command' is null then t.step else 0 end as step,
+        t.total_held_us + t.held_us as held_us,
         coalesce((select max(l.id) from logs l where l.task_id = t.id), 0) as line,
         coalesce((select max(m.step) from metrics m where m.task_id = t.id), 0) as row
     from tasks t

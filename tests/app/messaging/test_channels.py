@@ -297,6 +297,13 @@ class TestStalled:
         look(session, running, held_s=0, state="waiting", epoch=5)
         assert len(look(session, running, held_s=9000, state="running")) == 1
 
+    def test_checkpoints_of_a_command_are_no_progress(self, session, running):
+        running.descriptor = {**running.descriptor, "run": {"command": ["python", "quiet.py"]}}
+        session.flush()
+        for n in range(30):
+            assert look(session, running, held_s=60 * n, step=n) == []
+        assert len(look(session, running, held_s=1800, step=31)) == 1
+
     def test_only_watched_tasks_have_marks_and_none_after_their_end(self, session, submit):
         quiet, watched = submit("failed"), submit("stalled")
         talk = submit("stalled")
