@@ -25,14 +25,14 @@ def is_unfinished(task: JSON) -> bool:
 def resolve(client: Client, given: str) -> tuple[str, str]:
     """Return ("requests" or "tasks", id) of the named thing; raises ApiProblem if there is none.
 
-    A name means the newest request of that name; any other text may be the end of an id.
+    A name means the newest request of that name; any other text may be the end of an id.  `/TASK`
+    after either, or after a whole id, means that task of the request.
     """
-    for prefix, kind in (("req_", "requests"), ("tsk_", "tasks")):
-        if given.startswith(prefix):
-            return kind, given
     request, slash, task = given.partition("/")
     if slash:
         return "tasks", _task_named(client, _request(client, request), task)
+    if given.startswith("tsk_"):
+        return "tasks", given
     return "requests", _request(client, given)
 
 

@@ -146,7 +146,7 @@ def _results(tasks: Iterable[JSON]) -> list[Text]:
     ]
 
 
-def _checkpoint_state(checkpoint: JSON) -> str:
+def checkpoint_state(checkpoint: JSON) -> str:
     if checkpoint["damaged_at"]:
         return "damaged"
     if checkpoint["deleted_at"]:
@@ -331,13 +331,17 @@ CHECKPOINTS = [
     Column("STEP", lambda c: c["step"], right=True),
     Column("SIZE", lambda c: size(c["size_bytes"]), right=True),
     Column("WRITTEN", lambda c: ago(c["created_at"]), whole=True),
-    Column("STATE", lambda c: _checkpoint_state(c)),
+    Column("STATE", lambda c: "best of all" if c["best_of_lot"] else checkpoint_state(c)),
     Column("VALUE", lambda c: c.get("ranked_value"), right=True),
     Column("NEW", lambda c: size(c["new_bytes"]), right=True, wide=True),
     Column("HOST", lambda c: c["host"], wide=True),
 ]
 
-PINNED = [column for column in CHECKPOINTS if column.heading != "TASK"]
+PINNED = [
+    Column("STATE", checkpoint_state) if column.heading == "STATE" else column
+    for column in CHECKPOINTS
+    if column.heading != "TASK"
+]
 
 DATABLOCKS = [
     Column("DATABLOCK", lambda b: f"{b['name']}@{b['version']}"),

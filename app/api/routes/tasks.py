@@ -285,9 +285,15 @@ def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> di
     summary="List the checkpoints of a task, newest first",
 )
 def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Lists the checkpoints that the task keeps, and those that are damaged or being deleted."""
+    """Lists the checkpoints that the task keeps, and those that are damaged or being deleted; of a
+    lot, those of all its members.
+    """
     task = visible_task(session, caller, id)
-    query = select(Checkpoint).where(Checkpoint.task_id == task.id)
+    which = Checkpoint.task_id == task.id
+    if task.lot_id == task.id:
+        members = select(Task.id).where(Task.lot_id == task.id, Task.lot_index.is_not(None))
+        which = Checkpoint.task_id.in_(members)
+    query = select(Checkpoint).where(which)
     return paging.read(session, query, by=Checkpoint.id, newest_first=True).page()
 
 

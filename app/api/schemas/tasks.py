@@ -460,6 +460,7 @@ class TensorOut(Out):
 class CheckpointOut(Out):
     model_config = example(
         id="ckp_0192f0c1b7e97d3e9a4c5b6d7e8f9a0d",
+        task_id=EXAMPLE_TASK,
         epoch=2,
         step=1200,
         sha256=EXAMPLE_SHA256,
@@ -477,6 +478,7 @@ class CheckpointOut(Out):
         ranked_step=1190,
     )
     id: str
+    task_id: str = Field(description="The task that saved it; of a lot, the member.")
     epoch: int
     step: int
     sha256: str = Field(description="The address of the manifest in the store.")

@@ -118,16 +118,43 @@ def _unpack(client: Client, path: str, folder: Path) -> None:
 
 @app.command(rich_help_panel=WORK)
 def checkpoints(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
-    """List durable checkpoints, newest first; `from_checkpoint` in a descriptor begins from one."""
+    """List durable checkpoints, newest first; `from_checkpoint` in a descriptor begins from one.
+
+    Of a lot, such as a sweep, list those of all its members, with the best of all.
+    """
     with root_command.connect(ctx) as client:
-        tasks = names.named_tasks(client, id)
         found = [
-            {"task": task["name"], **each}
-            for task in tasks
-            for each in client.items(f"/v1/tasks/{task['id']}/checkpoints")
+            each
+            for task in names.named_tasks(client, id)
+            for each in (_of_members(client, task) if task["lot"] else _of_task(client, task))
         ]
     none = f"No checkpoints yet.  `roundhouse checkpoint {id}` requests one."
     show(found, output, lambda: table(found, wording.CHECKPOINTS, empty=none))
+
+
+def _of_task(client: Client, task: JSON) -> list[JSON]:
+    listed = client.items(f"/v1/tasks/{task['id']}/checkpoints")
+    return [{"task": task["name"], **each, "best_of_lot": False} for each in listed]
+
+
+def _of_members(client: Client, lot: JSON) -> list[JSON]:
+    """Return the checkpoints of a lot's members; `best_of_lot` is true of that of `NAME@best`."""
+    listed = list(client.items(f"/v1/tasks/{lot['id']}/checkpoints"))
+    if not listed:
+        return []
+    members = {each["id"]: each["name"] for each in client.items("/v1/tasks", lot=lot["id"])}
+    states = {wording.checkpoint_state(each) for each in listed}
+    best = _best(client, lot) if any("best" in state for state in states) else ""
+    return [
+        {"task": members[each["task_id"]], **each, "best_of_lot": each["id"] == best}
+        for each in listed
+    ]
+
+
+def _best(client: Client, task: JSON) -> str:
+    """Return the id of the best checkpoint of a task or lot."""
+    path = f"/v1/requests/{task['request_id']}/best-checkpoint"
+    return str(client.get(path, task=task["name"])["id"])
 
 
 @app.command(rich_help_panel=WORK)
@@ -187,20 +214,24 @@ def _checkpoint(client: Client, given: str) -> str:
     if not given.endswith(OF_BEST):
         return _newest(client, given)
     kind, id = names.resolve(client, given.removesuffix(OF_BEST))
-    only = None
     if kind == "tasks":
-        task = client.get(f"/v1/tasks/{id}")
-        id, only = task["request_id"], task["name"]
-    return str(client.get(f"/v1/requests/{id}/best-checkpoint", task=only)["id"])
+        return _best(client, client.get(f"/v1/tasks/{id}"))
+    return str(client.get(f"/v1/requests/{id}/best-checkpoint")["id"])
 
 
 def _newest(client: Client, given: str) -> str:
     """Return the newest checkpoint, if only one of the tasks has any; raises ApiProblem
     otherwise.
     """
+    tasks = names.named_tasks(client, given)
+    if lot := next((task["name"] for task in tasks if task["lot"]), None):
+        raise typer.BadParameter(
+            f"{lot} is a lot; name one of its members, {given}{OF_BEST}, or a checkpoint id, which "
+            f"`roundhouse checkpoints {given}` lists"
+        )
     newest = [
         listed[0]["id"]
-        for task in names.named_tasks(client, given)
+        for task in tasks
         if (listed := client.get(f"/v1/tasks/{task['id']}/checkpoints", limit=1)["items"])
     ]
     if len(newest) > 1:

@@ -93,7 +93,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
     "REQUESTS": (["GET /requests", "GET /requests/{id}"], {}),
     "TASKS": (["GET /tasks", "GET /tasks/{id}"], {}),
     "MEMBERS": (["GET /tasks"], {}),
-    "CHECKPOINTS": (["GET /tasks/{id}/checkpoints"], {"task": "a"}),
+    "CHECKPOINTS": (["GET /tasks/{id}/checkpoints"], {"task": "a", "best_of_lot": True}),
     "PINNED": (["POST /checkpoints/{id}/pin", "POST /checkpoints/{id}/unpin"], {}),
     "DATABLOCKS": (["GET /datablocks"], {}),
     "PLACEMENTS": (["GET /tasks/{id}/placements"], {}),

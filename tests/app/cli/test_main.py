@@ -936,6 +936,23 @@ def test_short_option_asks_for_help_everywhere(run, words):
     assert asked.stdout == run(*words, "--help").stdout
 
 
+def _lot_of_two(run, service: Service, code: Path, name: str) -> tuple[str, str]:
+    """Submit a lot, and make its two members, which are done; return the ids of request and lot."""
+    words = ("submit", code, "--name", name, "--array", "0-1", "-o", "json", "--", "true")
+    id = json.loads(run(*words).stdout)["id"]
+    lot = service.task_of(id)
+    kept = json.dumps({"artifacts.zip": {"sha256": "", "size_bytes": 9}})
+    for n in range(2):
+        service.sql(
+            "insert into tasks (id, request_id, tenant_id, user_id, lot_id, lot_index, ordinal,"
+            " name, type, kind, descriptor, state, outputs) select id || %s, request_id,"
+            " tenant_id, user_id, id, %s, 0, name || %s, type, kind, descriptor, 'done', %s"
+            " from tasks where id = %s",
+            *(str(n), n, f".{n}", kept, lot),
+        )
+    return id, lot
+
+
 def test_shell_completes_names_of_requests_and_of_their_tasks(run, submitted, code, monkeypatch):
     [name] = [r["name"] for r in json.loads(run("ps", "-o", "json").stdout) if r["id"] == submitted]
     monkeypatch.setenv("_ROUNDHOUSE_COMPLETE", "complete_bash")
@@ -1003,23 +1020,7 @@ class TestWishes:
     def test_outputs_of_a_lot_are_unpacked_each_into_a_folder_of_its_member(
         self, run, service, code, tmp_path, monkeypatch
     ):
-        words = ("submit", code, "--name", "many", "--array", "0-1", "-o", "json", "--", "true")
-        id = json.loads(run(*words).stdout)["id"]
-        lot = service.task_of(id)
-        for n in range(2):
-            service.sql(
-                "insert into tasks (id, request_id, tenant_id, user_id, lot_id, lot_index, ordinal,"
-                " name, type, kind, descriptor, state, outputs) select id || %s, request_id,"
-                " tenant_id, user_id, id, %s, 0, name || %s, type, kind, descriptor, 'done', %s"
-                " from tasks where id = %s",
-                *(
-                    str(n),
-                    n,
-                    f".{n}",
-                    json.dumps({"artifacts.zip": {"sha256": "", "size_bytes": 9}}),
-                ),
-                lot,
-            )
+        id, lot = _lot_of_two(run, service, code, "many")
 
         class Zip(zipfile.ZipFile):
             def __init__(self, client: Any, path: str) -> None:
@@ -1043,6 +1044,40 @@ class TestWishes:
         assert "command.1" in best.stdout
         assert "command.0" not in best.stdout
         assert run("members", id, "--state", "failed").exit_code == 0
+
+    def test_checkpoints_of_a_lot_are_those_of_its_members_with_the_best_of_all(
+        self, run, service, code
+    ):
+        id, lot = _lot_of_two(run, service, code, "sweep")
+        assert "No checkpoints yet." in run("checkpoints", id).stdout
+        service.sql(
+            "update tasks set descriptor = jsonb_set(descriptor, '{checkpoint}', %s)"
+            " where request_id = %s",
+            *('{"best": {"metric": "loss", "goal": "min", "keep": 1}}', id),
+        )
+        for n, member, value in ((0, 0, 0.5), (1, 1, 0.25), (2, 1, 0.75)):
+            service.sql(
+                "insert into checkpoints (id, task_id, tenant_id, epoch, step, sha256, size_bytes,"
+                " took_us, best, ranked_value) select %s, id, tenant_id, 1, %s, '0', 1, 1, %s, %s"
+                " from tasks where id = %s",
+                *(f"ckp_{n}{lot[5:]}", n, value < 0.7, value, f"{lot}{member}"),
+            )
+        for given in (id, "sweep", "sweep/command", f"{id}/command", f"{id[-8:]}/command", lot):
+            found = json.loads(run("checkpoints", given, "-o", "json").stdout)
+            assert [(each["task"], each["step"], each["best_of_lot"]) for each in found] == [
+                ("command.1", 2, False), ("command.1", 1, True), ("command.0", 0, False),
+            ], given  # fmt: skip
+        lines = run("checkpoints", "sweep").stdout.splitlines()
+        assert [line for line in lines if "best of all" in line and "0.25" in line]
+        [one] = json.loads(run("checkpoints", f"{id}/command.0", "-o", "json").stdout)
+        assert (one["task"], one["step"], one["task_id"]) == ("command.0", 0, f"{lot}0")
+        assert found[1]["id"] in run("pin", f"{id}/command@best").stdout
+        refused = run("pin", "sweep")
+        assert refused.exit_code == 2
+        assert "command is a lot" in refused.stderr
+        service.sql("update checkpoints set damaged_at = now() where best")
+        found = json.loads(run("checkpoints", lot, "-o", "json").stdout)
+        assert not [each for each in found if each["best_of_lot"]]
 
     def test_cancelling_an_ended_request_is_no_error_and_is_said(self, run, service, submitted):
         service.ends(submitted, "done")
