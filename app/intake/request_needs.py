@@ -226,11 +226,13 @@ def _bad_source(source: Source, found: FoundRequests, rules: Mapping[str, str]) 
     named = found.names[source.request]
     row = found.tasks.get((source.request, source.name))
     if row is None:
-        return f"the request {named} ({source.request}) has no task {source.name!r}"
-    if row.lot_id is not None:
+        is_member = source.name.rpartition(".")[2].isdecimal()
+        hint = "; a member of a lot is there from when it may start" if is_member else ""
+        return f"the request {named} ({source.request}) has no task {source.name!r}{hint}"
+    if row.lot_id == row.id:
         return (
             f"{source.name!r} of {named} is a lot: each of its members has outputs of its own. "
-            "Publish them as datablocks, or name the request in start/after_requests"
+            f"Name a member, such as {source.name}.0, or publish the outputs as datablocks"
         )
     if source.output not in (row.outputs or []):
         return f"{source.name!r} of {named} has no {source.output!r} in its outputs"

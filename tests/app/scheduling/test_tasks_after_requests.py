@@ -232,6 +232,26 @@ class TestInputs:
         assert task_of(session, answer["id"]).state != "blocked"
         assert session.scalars(select(Need)).one().port == "m"
 
+    def test_output_of_a_lots_member_is_awaited_of_this_member_alone(self, session, submit, red):
+        lot = command("train", outputs=["model"], array={"count": 5, "at_once": 2})
+        many = submit(lot, name="sweep")["id"]
+        look(session)
+        answer = submit(self.take("sweep/train.1.model"), name="b")
+        assert answer["tasks"][0]["inputs"] == {"m": f"{many}/train.1.model"}
+        assert answer["tasks"][0]["after_requests"][0]["task"] == "train.1"
+        member = task_of(session, many, "train.1")
+        for state, is_free in (("running", False), ("done", True)):
+            session.execute(update(Task).where(Task.id == member.id).values(state=state))
+            session.commit()
+            look(session)
+            assert (task_of(session, answer["id"]).state != "blocked") == is_free
+        need = session.scalars(select(Need).where(Need.task_id == answer["tasks"][0]["id"])).one()
+        assert (need.needs_id, need.output) == (member.id, "model")
+        for source, why in (("train.4.model", "may start"), ("train.model", "such as train.0")):
+            body = {"tasks": [self.take(f"sweep/{source}")]}
+            refused = red.post("/v1/requests", json=body)
+            assert why in str(problem(refused, 422, "validation-error", "/tasks/0/inputs/m"))
+
     def test_input_that_will_never_come_obeys_else_of_its_request(self, session, submit, maker):
         rule = {"request": maker, "on": "started", "else": "hold"}
         start = {"after_requests": [rule]}
