@@ -15,6 +15,7 @@ import pytest
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
+from tests.thoroughness import rest_long
 
 COSTS = Costs(start_s=0.05, pause_s=0.01, image_s=0.02, resume_s=0.02)
 
@@ -61,16 +62,17 @@ def _known(task: str, *, at_s: float, work_s: float, width: int) -> Arrival:
     )
 
 
-def test_task_backfilled_before_a_gang_does_not_delay_it() -> None:
+@pytest.mark.parametrize("first", rest_long(range(0, 150, 75)))
+def test_task_backfilled_before_a_gang_does_not_delay_it(first: int) -> None:
     policy, passed = Policy(half_life_s=0, turns=False, backfill="easy"), 0
-    for seed in range(150):
+    for seed in range(first, first + 75):
         base, behind, n = _easy(seed)
         alone = simulate(base, devices(n), tenants("a"), policy, checked=False)
         among = simulate([*base, *behind], devices(n), tenants("a"), policy, checked=False)
         starts_s = started_s(among, "gang")
         assert starts_s <= started_s(alone, "gang") + 1e-6, f"seed {seed}"
         passed += sum(started_s(among, task.task) < starts_s for task in behind)
-    assert passed > 300  # the devices kept did not stand idle meanwhile
+    assert passed > 150  # the devices kept did not stand idle meanwhile
 
 
 def test_single_tasks_pass_a_gang_without_end_if_nothing_is_reserved() -> None:
@@ -212,7 +214,8 @@ def test_gang_gets_all_its_devices_at_once_or_none() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_task_of_every_user_starts_within_the_bound() -> None:
+@pytest.mark.parametrize("first", rest_long(range(0, 40, 20)))
+def test_the_first_task_of_every_user_starts_within_the_bound(first: int) -> None:
     """The bound, for N tenants of weights w on D devices with slices of q, all new at one instant.
 
     Tenant i starts its first task within q * (sum over the others of (w_j / w_min + g_j)) / D + 2q:
@@ -221,7 +224,7 @@ def test_the_first_task_of_every_user_starts_within_the_bound() -> None:
     turn of its widest task (q * g_j) just then; one slice more until a seat may be asked for, and
     one for the rounding of turns.
     """
-    for seed in range(40):
+    for seed in range(first, first + 20):
         dice = random.Random(seed)
         names = "abcdefgh"[: dice.randint(2, 8)]
         weights = {name: dice.choice([1, 1, 2, 4, 8]) for name in names}
