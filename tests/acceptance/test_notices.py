@@ -88,6 +88,10 @@ def test_script_that_is_moved_and_drained_computes_the_same(system, bundle, alon
     system.check_ledger()
 
 
+# Long, as it waits for most of its 36 s. Its halves are the worker's
+# `test_command_gets_its_notice_before_max_duration_s` and the journal's
+# `test_its_time_begins_anew_after_max_duration_and_takes_an_attempt`.
+@pytest.mark.long
 def test_script_that_is_out_of_time_begins_again_at_the_saved_step(system, bundle, alone):
     client = system.client("alpha")
     with system.gate() as gate:
