@@ -41,6 +41,7 @@ from app.api.routes import graphs as graph_routes
 from app.api.routes import mounts as mount_routes
 from app.api.routes import presets as preset_routes
 from app.api.routes import requests as request_routes
+from app.api.routes import reservations as reservation_routes
 from app.api.routes import running_files as running_file_routes
 from app.api.routes import secrets as secret_routes
 from app.api.routes import shares as share_routes
@@ -103,6 +104,7 @@ def _routers() -> list[Any]:
         tenant_routes.tenants,
         tenant_routes.users,
         budget_routes.router,
+        reservation_routes.router,
         webhook_routes.router,
         channel_routes.router,
         secret_routes.router,

@@ -343,6 +343,7 @@ TAGS: list[dict[str, Any]] = [
         "simulations": "For administrators: what would change with other shares or devices.",
         "audit": "For administrators: the actions of administrators.",
         "webhooks": "For administrators: notifications of ended requests, and their deliveries.",
+        "reservations": "Devices that a tenant is guaranteed in windows, and planned maintenance.",
         "channels": "Names for addresses that requests tell of their events.",
         "secrets": "Values for environment variables, never shown again.",
         "checkpoints": "Checkpoints of jobs, and the tensors in them.",

@@ -17,7 +17,7 @@ from app.cli.root_command import app
 from app.cli.verbs import service, submit, work
 from app.cli.interactive import tunnels, sessions, notebooks
 from app.cli.verbs import data, running_files, environments, mounts, container_images
-from app.cli.verbs import actions, secrets, channels, fleet, admin, budgets
+from app.cli.verbs import actions, secrets, channels, fleet, admin, budgets, reservations
 
 # isort: on
 
@@ -39,6 +39,7 @@ MODULES = (
     fleet,
     admin,
     budgets,
+    reservations,
 )
 
 __all__ = ["MODULES", "app", "main"]

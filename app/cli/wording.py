@@ -1184,6 +1184,53 @@ def budget(value: JSON) -> RenderableType:
     return Group(shown, Text(), table(value["kinds"], BUDGET))
 
 
+def _reserved(it: JSON) -> str:
+    if it["maintenance"]:
+        return "maintenance of " + ", ".join(it["device_ids"])
+    return ", ".join(f"{kind}={number}" for kind, number in sorted(it["devices"].items()))
+
+
+def _window(window: JSON) -> str:
+    return f"{window['begins_at'][:16]} to {window['ends_at'][:16]}"
+
+
+RESERVATIONS = [
+    Column("NAME", lambda r: r["name"], whole=True),
+    Column("STATE", lambda r: r["state"]),
+    Column("DEVICES", _reserved),
+    Column("NEXT (UTC)", lambda r: _window(r["windows"][0]) if r["windows"] else None),
+    Column("WINDOWS", lambda r: r["windows_ahead"]),
+    Column("ISLAND", lambda r: r["island"], wide=True),
+    Column("TENANT ID", lambda r: r["tenant_id"], whole=True, wide=True),
+    Column("USER ID", lambda r: r["user_id"], whole=True, wide=True),
+    Column("ID", lambda r: r["id"], whole=True, wide=True),
+]
+
+FREE_TIMES = [
+    Column("FROM (UTC)", lambda w: w["begins_at"][:16]),
+    Column("TO", lambda w: w["ends_at"][:16]),
+]
+
+
+def reservation(it: JSON) -> RenderableType:
+    """Show a reservation and the windows that it has before it."""
+    serve = ", ".join(f"{kind}={number}" for kind, number in sorted(it["available"].items()))
+    shown = facts(
+        [
+            ("reservation", it["name"]),
+            ("state", it["state"]),
+            ("devices", _reserved(it)),
+            ("serving now", serve),
+            ("island", it["island"]),
+            ("repeats", f"{it['rule']} ({it['timezone']})" if it["rule"] else None),
+            ("windows", it["windows_ahead"]),
+            ("note", it["note"]),
+            ("made by", it["created_by"]),
+        ]
+    )
+    return Group(shown, Text(), table(it["windows"], FREE_TIMES))
+
+
 def me(value: JSON) -> list[tuple[str, object]]:
     return [("user", value["user"]), ("tenant", value["tenant"]), ("role", value["role"])]
 

@@ -44,6 +44,7 @@ from app.db.models import (
     Mount,
     Preset,
     Request,
+    Reservation,
     Secret,
     Task,
     Tenant,
@@ -97,6 +98,19 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
     Device: ("cordoned", "cost_milli", "fitness"),
     Enrolment: ("key", "enrolled_by", "revoked_at"),
     Preset: ("params",),
+    Reservation: (
+        "name",
+        "island",
+        "tenant_id",
+        "user_id",
+        "devices",
+        "device_ids",
+        "begins_at",
+        "ends_at",
+        "rule",
+        "timezone",
+        "note",
+    ),
     Mount: ("path", "tenants", "sort"),
 }
 _ASKED: dict[type[Base], tuple[str, ...]] = {

@@ -31,6 +31,7 @@ from app.core.explanation.estimator import Estimate, Unknown
 from app.core.explanation.waiting_reasons import Ahead, Blockers
 from app.core.fairness import budget
 from app.core.fairness.fair_tree import Branch, above, lane
+from app.core.fairness.reservation import owed
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
 from app.core.model.rungs import HELD_AT_RUNG
 from app.core.model.snapshot import (
@@ -417,7 +418,7 @@ class _Kept:
                 name=row.name,
                 weight=row.weight_milli,
                 parent=parent,
-                guarantee=row.guarantee,
+                guarantee=owed(row.guarantee, *row.reserved.values()),
                 limit=row.limit,
                 most_running=row.max_running,
                 carried_us=int(row.carried),
@@ -517,7 +518,7 @@ class _Picture:
         missing = users - self.board.users.keys()
         if not missing:
             return
-        found = snapshot_reader.users(session, UserRow.id == func.any(sorted(missing)))
+        found = snapshot_reader.users(session, self.island, UserRow.id == func.any(sorted(missing)))
         kept, board = self.kept, self.board
         above_them = {id for user in found.values() for id in kept.path(user.tenant)}
         new = sorted(above_them - board.tenants.keys())
@@ -829,7 +830,7 @@ _TENANTS = text(
     """
     select t.id, t.name, t.parent_id, t.weight_milli, t.carried, t.guarantee,
            t."limit", t.max_running, t.exhausted,
-           extract(epoch from t.budget_ends_at) as budget_ends_s,
+           extract(epoch from t.budget_ends_at) as budget_ends_s, t.reserved,
            coalesce(p.parent_id is null, false) as under_root
     from tenants t left join tenants p on p.id = t.parent_id
     where t.txid >= cast(:since as xid8)

@@ -26,7 +26,8 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.core.fairness.budget import Budget, budget_of
+from app.core.fairness.budget import Budget, budget_of, time_us
+from app.core.fairness.reservation import ReservedTime
 from app.core.model.device_choice import with_packages
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
@@ -34,10 +35,22 @@ from app.core.model.provisions.stop_rule import rule_in
 from app.core.model.request_needs import STARTED
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.replayed_lot import LotRule, RungMark
+from app.core.simulation.replayed_reservations import ReservedFor
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
-from app.db import transactions
-from app.db.models import Island, Lot, Need, RequestNeed, RungResult, Task, Tenant, User
+from app.db import tenant_tree, transactions
+from app.db.models import (
+    Island,
+    Lot,
+    Need,
+    RequestNeed,
+    Reservation,
+    ReservationWindow,
+    RungResult,
+    Task,
+    Tenant,
+    User,
+)
 from app.errors import BadInput, Conflict
 from app.scheduling import ledger, snapshot_reader
 
@@ -98,6 +111,7 @@ class ReplayInput:
     arrivals: Sequence[Arrival]
     lots: Mapping[str, LotRule] = field(default_factory=dict)
     budgets: Mapping[str, Budget] = field(default_factory=dict)  # of tenants and users, by id
+    reserved: Sequence[ReservedFor] = ()
     begins_us: int = 0  # when its clock is at 0, in µs since 1970
     resume_s: float = 0.0
     left_out: int = 0
@@ -111,11 +125,29 @@ def _still(session: Session, island: str) -> Snapshot:
     return Snapshot(
         island=island,
         policy=snapshot_reader.policy(ledger.base(session)),
-        users=snapshot_reader.users(session),
-        tenants=_told_apart(snapshot_reader.tenants(session)),
+        users=snapshot_reader.users(session, ""),
+        tenants=_told_apart(snapshot_reader.tenants(session, "")),
         devices=snapshot_reader.devices(session, island),
         tasks={},
     )
+
+
+def _reserved(session: Session, island: str) -> tuple[ReservedFor, ...]:
+    """Return the windows of the island's reservations that are known still, by begin."""
+    query = select(ReservationWindow, Reservation).where(
+        Reservation.id == ReservationWindow.reservation_id,
+        Reservation.island == island,
+        Reservation.tenant_id.is_not(None),
+    )
+    owners = dict[str, tuple[str, ...]]()
+    found = []
+    for window, it in session.execute(query.order_by(ReservationWindow.begins_at)):
+        if it.id not in owners:
+            path = tuple(each.id for each in tenant_tree.path(session, str(it.tenant_id)))
+            owners[it.id] = (*path, it.user_id) if it.user_id else path
+        ends = time_us(window.begins_at), time_us(window.ends_at)
+        found.append(ReservedFor(owners[it.id], ReservedTime(*ends, it.devices)))
+    return tuple(found)
 
 
 def _budgets(session: Session) -> dict[str, Budget]:
@@ -180,6 +212,7 @@ def of_history(
         ],
         lots=lots,
         budgets=_budgets(session),
+        reserved=_reserved(session, island),
         begins_us=round(began_s * 1e6),
         resume_s=median(switches) if switches else 0.0,
         left_out=len(rows) - len(ran),
@@ -338,6 +371,7 @@ def of_made(
         as_is=replace(as_is, tenants={**as_is.tenants, **new}),
         arrivals=arrivals,
         budgets=_budgets(session),
+        reserved=_reserved(session, island),
         begins_us=round(transactions.now_s(session) * 1e6),
     )
 
@@ -383,6 +417,7 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
         arrivals=scene.arrivals,
         lots=scene.lots,
         budgets=scene.budgets,
+        reserved=scene.reserved,
         begins_us=scene.begins_us,
         devices=[replace(d, up=True) for d in as_is.devices.values() if d.takes_work],
         tenants=[replace(tenant, carried_us=0, exhausted={}) for tenant in as_is.tenants.values()],

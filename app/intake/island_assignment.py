@@ -345,7 +345,7 @@ class AssignmentScene:
             up=up,
             all=all_,
             offers=offers,
-            tenants=snapshot_reader.tenants(session),
+            tenants=snapshot_reader.tenants(session, ""),
             learned=_learned.refreshed(session),
         )
         scene._count_queues(session)

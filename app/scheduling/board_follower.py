@@ -341,7 +341,7 @@ class Follower:
         )
 
     def _tenants(self, session: Session, board: Board) -> bool:
-        for tenant in snapshot_reader.tenants(session).values():
+        for tenant in snapshot_reader.tenants(session, self.island).values():
             old = board.tenants.get(tenant.id)
             if old is not None and old.parent != tenant.parent:
                 return False
@@ -360,7 +360,9 @@ class Follower:
         moved = select(User.id).join(Tenant, Tenant.id == User.tenant_id)
         moved = moved.where(or_(User.txid >= since, Tenant.txid >= since))
         booked = select(Account.user_id).where(Account.txid >= since)
-        for user in snapshot_reader.users(session, User.id.in_(moved.union(booked))).values():
+        for user in snapshot_reader.users(
+            session, self.island, User.id.in_(moved.union(booked))
+        ).values():
             board.set_user(user)
 
     def _leases(self, session: Session, board: Board, seen_s: float) -> None:
@@ -406,7 +408,9 @@ class Follower:
             elif task.user in board.users:
                 board.set_task(task)
             else:
-                board.set_user(snapshot_reader.users(session, User.id == task.user)[task.user])
+                board.set_user(
+                    snapshot_reader.users(session, self.island, User.id == task.user)[task.user]
+                )
                 board.set_task(task)
         return rows
 

@@ -16,6 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Text, and_, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
+from app.core.fairness.reservation import owed
 from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.device_choice import NOW, TRAITS, traits_now
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
@@ -66,8 +67,8 @@ def _snapshot(session: Session, island: str, rows: Sequence[AnyRow], *, now_s: f
     return Snapshot(
         island=island,
         policy=policy(ledger.base(session)),
-        users=users(session),
-        tenants=tenants(session),
+        users=users(session, island),
+        tenants=tenants(session, island),
         devices=devices(session, island),
         tasks=tasks_of(session, rows, now_s=now_s),
         lifts=lifts(session, island),
@@ -88,11 +89,14 @@ def policy(base: LedgerBase) -> Policy:
     )
 
 
-def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, BoardUser]:
+def users(
+    session: Session, island: str, where: ColumnElement[bool] | None = None
+) -> dict[str, BoardUser]:
     whose = (UserRow.id, UserRow.tenant_id, UserRow.weight_milli, UserRow.carried)
     bounds = (UserRow.limit, UserRow.max_running, TenantRow.user_defaults)
     spent = (UserRow.exhausted, UserRow.budget_ends_at)
-    query = select(*whose, *bounds, *spent, Account.faded)
+    reserved = UserRow.reserved[island].label("reserved")
+    query = select(*whose, *bounds, *spent, reserved, Account.faded)
     query = query.join(TenantRow, TenantRow.id == UserRow.tenant_id)
     query = query.outerjoin(Account, Account.user_id == UserRow.id)
     rows = session.execute(query if where is None else query.where(where))
@@ -103,6 +107,7 @@ def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[st
             weight=row.weight_milli,
             faded_us=int(row.faded or 0),
             carried_us=int(row.carried),
+            guarantee=row.reserved or {},
             limit=bound_of(row, "limit") or {},
             most_running=bound_of(row, "max_running"),
             exhausted=row.exhausted,
@@ -120,8 +125,8 @@ def lifts(session: Session, island: str) -> tuple[IdleCreditFloor, ...]:
     )
 
 
-def tenants(session: Session) -> dict[str, BoardTenant]:
-    """Read the tenants.
+def tenants(session: Session, island: str) -> dict[str, BoardTenant]:
+    """Read the tenants; what is reserved for them now counts as guaranteed.
 
     The root is read as a sibling of its children: it owns no share, but its users may ask for
     devices.
@@ -134,7 +139,7 @@ def tenants(session: Session) -> dict[str, BoardTenant]:
             name=row.name,
             weight=row.weight_milli,
             parent=None if row.parent_id in root else row.parent_id,
-            guarantee=row.guarantee,
+            guarantee=owed(row.guarantee, row.reserved.get(island, {})),
             limit=row.limit,
             most_running=row.max_running,
             carried_us=int(row.carried),
@@ -161,7 +166,9 @@ _DEVICE = (
     DeviceRow.id, DeviceRow.host, DeviceRow.kind, DeviceRow.lease_until, DeviceRow.cordoned,
     DeviceRow.memory_bytes, DeviceRow.cost_milli, DeviceRow.grace_us,
     func.coalesce(
-        DeviceRow.facts["failed"].astext, DeviceRow.fitness["cordon"]["reason"].astext
+        DeviceRow.facts["failed"].astext,
+        DeviceRow.fitness["cordon"]["reason"].astext,
+        func.nullif(DeviceRow.maintenance, ""),
     ).label("unfit"),
     DeviceRow.facts["stopping"].label("stopping"),
     *(DeviceRow.facts[name].label(name) for name in (*TRAITS, *NOW, "rack", "location")),

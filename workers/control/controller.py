@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from app.db import transactions
 from app.db.models import Island
-from app.intake import island_assignment, sessions, tunnels
+from app.intake import island_assignment, reservations, sessions, tunnels
 from app.messaging import broker, outbox
 from app.scheduling import budgets, gang_tickets, housekeeping, journal
 from app.scheduling.housekeeping import Sweeper
@@ -68,6 +68,8 @@ class Control(Loop):
             journal.settle(session)
         with transactions.transaction() as session:
             wished |= budgets.look(session)
+        with transactions.transaction() as session:
+            wished |= reservations.look(session)
         # In a transaction of its own, as rows of lots are locked after tasks.
         with transactions.transaction() as session:
             more = journal.look_at_lots(session)

@@ -45,7 +45,7 @@ from app.core.security.grants import ROLES
 from app.core.security.scopes import Scopes, within
 from app.db import tenant_tree, transactions
 from app.db.ids import new_id
-from app.db.models import ApiKey, Island, Request, Secret, Tenant, User, Webhook
+from app.db.models import ApiKey, Island, Request, Reservation, Secret, Tenant, User, Webhook
 from app.db.transactions import Db, after_commit
 from app.db.user_limits import LIMITS
 from app.errors import BadInput, Conflict, Forbidden, NotFound
@@ -256,6 +256,7 @@ def _belongings(session: Session, tenant: Tenant) -> list[str]:
         "child tenants": Tenant.parent_id == tenant.id,
         "webhooks": Webhook.tenant_id == tenant.id,
         "secrets": Secret.tenant_id == tenant.id,
+        "reservations": Reservation.tenant_id == tenant.id,
     }
     found = session.execute(select(*(exists().where(which) for which in owned.values()))).one()
     return [what for what, there in zip(owned, found, strict=True) if there]

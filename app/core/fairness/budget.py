@@ -128,6 +128,11 @@ def time_at(at_us: int) -> datetime:
     return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at_us)
 
 
+def time_us(at: datetime) -> int:
+    """Return a time as µs since 1970."""
+    return (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+
+
 def _midnight_us(day: date, zone: ZoneInfo) -> int:
     """Return when a day begins; where midnight comes twice, the first, and where never, the
     instant at which the clock jumps.

@@ -103,6 +103,7 @@ class BoardUser:
     faded_us: int = 0
     weight: int = 1000
     carried_us: int = 0
+    guarantee: Mapping[str, int] = field(default_factory=dict)  # what is reserved for it now
     limit: Mapping[str, int] = field(default_factory=dict)
     most_running: int | None = None
     exhausted: Mapping[str, str] = field(default_factory=dict)

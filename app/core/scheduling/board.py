@@ -220,10 +220,7 @@ class Board:
         """Add a tenant, or change the values of a tenant that keeps its place in the tree."""
         self.tenants[tenant.id] = tenant
         branch = self._plant(tenant)
-        guarantee = budget.promises(tenant.guarantee, tenant.exhausted)
-        self._promise(branch, branch.guarantee, -1)
-        self._promise(branch, guarantee, 1)
-        branch.guarantee = guarantee
+        self._guarantee(branch, tenant)
         _bound(branch, tenant)
         if branch.exceeds:
             self.over[branch] = None
@@ -246,18 +243,27 @@ class Board:
             self.memory.lifted[*whose, kind] = rescaled
         self.tree.carry(branch, _carried(it))
 
+    def _guarantee(self, branch: Branch, it: BoardTenant | BoardUser) -> bool:
+        """Take over what is guaranteed to a tenant or user; True if that has changed."""
+        guarantee = budget.promises(it.guarantee, it.exhausted)
+        if guarantee == branch.guarantee:
+            return False
+        self.guarantees |= bool(guarantee)
+        self._promise(branch, branch.guarantee, -1)
+        self._promise(branch, guarantee, 1)
+        branch.guarantee = guarantee
+        return True
+
     def _plant(self, tenant: BoardTenant) -> Branch:
         path = self.path_of(tenant.id)
-        self.guarantees |= bool(tenant.guarantee)
         self.heaviest = max(self.heaviest, tenant.weight)
         if path in self.tree.branches:
             return self.tree.branches[path]
         if tenant.parent is not None:
             self._plant(self.tenants[tenant.parent])
-        guarantee = budget.promises(tenant.guarantee, tenant.exhausted)
-        branch = self.tree.add(path, weight=tenant.weight, guarantee=guarantee)
+        branch = self.tree.add(path, weight=tenant.weight)
+        self._guarantee(branch, tenant)
         _bound(branch, tenant)
-        self._promise(branch, guarantee, 1)
         self.tree.carry(branch, _carried(tenant))
         return branch
 
@@ -271,7 +277,8 @@ class Board:
         self.users[user.id] = user
         path = (*self.path_of(user.tenant), user.id)
         leaf = self.tree.branches.get(path) or self.tree.add(path, weight=user.weight)
-        if _bound(leaf, user):
+        is_promised = self._guarantee(leaf, user)
+        if _bound(leaf, user) or is_promised:
             self.tree.refresh(leaf)
             if leaf.exceeds:
                 self.over[leaf] = None

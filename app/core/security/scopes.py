@@ -37,6 +37,7 @@ AREAS = {
     "presets": "devices",
     "environments": "work",
     "mounts": "devices",
+    "reservations": "devices",
     "tenants": "admin",
     "users and keys": "admin",
     "webhooks": "admin",

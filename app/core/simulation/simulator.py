@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from types import MappingProxyType
 
 from app.core.fairness.budget import Budget, Period
 from app.core.fairness.fair_tree import lane
+from app.core.fairness.reservation import owed
 from app.core.fairness.usage_decay import faded, rebase
 from app.core.model import lifecycle
 from app.core.model.device_choice import WHOLE_MILLI, choice_in
@@ -51,6 +52,7 @@ from app.core.scheduling.urgency import been_away
 from app.core.simulation.device_meter import Interval, Meter
 from app.core.simulation.replayed_budgets import Charged, Rate, ReplayedBudgets
 from app.core.simulation.replayed_lot import LotRule, ReplayedLot, RungMark
+from app.core.simulation.replayed_reservations import ReplayedReservations, ReservedFor
 
 STORY_LINES = 20  # most lines of the timeline that Broken shows
 # most rounds at one instant, or in a row that ask for another round at once
@@ -178,13 +180,15 @@ def simulate(
     users: Iterable[BoardUser] = (),
     lots: Mapping[str, LotRule] = _NO_LOTS,
     budgets: Mapping[str, Budget] = _NO_BUDGETS,
+    reserved: Sequence[ReservedFor] = (),
     begins_us: int = 0,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
     """Run an island from 0 s until all tasks are done or `until_s` is reached.
 
     `users` need only hold users with a weight other than 1.  `budgets` are those of tenants and
-    users by id; their periods follow the clock, which is at 0 s at `begins_us` (µs since 1970).
+    users by id; their periods follow the clock, which is at 0 s at `begins_us` (µs since 1970), and
+    so do the windows of reservations.
     `go_on` is called in each round.  Raises Broken if an invariant does not hold, and Stopped if
     `go_on` returns False.
     """
@@ -197,6 +201,7 @@ def simulate(
         users=users,
         lots=lots,
         budgets=budgets,
+        reserved=reserved,
         begins_us=begins_us,
     )
     world.keep_timeline = checked or keep_timeline
@@ -299,6 +304,7 @@ class World:
         users: Iterable[BoardUser] = (),
         lots: Mapping[str, LotRule] = _NO_LOTS,
         budgets: Mapping[str, Budget] = _NO_BUDGETS,
+        reserved: Sequence[ReservedFor] = (),
         begins_us: int = 0,
     ) -> None:
         self.policy, self.costs = policy, costs
@@ -330,6 +336,9 @@ class World:
         parents = {id: tenant.parent for id, tenant in self.tenants.items()}
         self.budgets = ReplayedBudgets(budgets, parents, begins_us)
         self._budgets_us: int | None = None  # when a budget changes what is in force
+        self.reservations = ReplayedReservations(reserved, begins_us)
+        # what is guaranteed for ever
+        self._guaranteed = {id: tenant.guarantee for id, tenant in self.tenants.items()}
 
     @property
     def now_s(self) -> float:
@@ -353,6 +362,10 @@ class World:
             at_us = comes_us if at_us is None else min(at_us, comes_us)
         if self._budgets_us is not None and self.tasks:
             at_us = self._budgets_us if at_us is None else min(at_us, self._budgets_us)
+        if self.reservations.windows and self.tasks:
+            reserved_us = self.reservations.next_us(self.now_us)
+            if reserved_us is not None:
+                at_us = reserved_us if at_us is None else min(at_us, reserved_us)
         return at_us
 
     def advance(self, at_us: int) -> None:
@@ -373,6 +386,8 @@ class World:
                 self._admit(lot)
         if self.budgets.budgets:
             self._look_at_budgets()
+        for owner, devices in self.reservations.look(self.now_us):
+            self._reserve(owner, devices)
 
     def _let_it_be(self, at_us: int) -> None:
         if at_us != self.now_us:
@@ -608,7 +623,17 @@ class World:
             half_life_s=self.policy.half_life_s,
         )
 
-    # --- budgets ---
+    # --- reservations and budgets ---
+
+    def _reserve(self, owner: str, devices: Mapping[str, int]) -> None:
+        """Let the devices that are reserved for a tenant or user now count as guaranteed."""
+        if owner in self.tenants:
+            guarantee = owed(self._guaranteed[owner], devices)
+            self.tenants[owner] = replace(self.tenants[owner], guarantee=guarantee)
+            self.board.set_tenant(self.tenants[owner])
+        elif owner in self.users:
+            user = self.users[owner] = replace(self.users[owner], guarantee=devices)
+            self.board.set_user(replace(user, faded_us=self.board.users[owner].faded_us))
 
     def _look_at_budgets(self) -> None:
         """Count what runs in the budgets, and put in force what is reached."""

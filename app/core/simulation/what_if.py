@@ -22,6 +22,7 @@ from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.device_meter import Interval, Key
 from app.core.simulation.replayed_lot import LotRule
+from app.core.simulation.replayed_reservations import ReservedFor
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 #: policy -> (one queue for all tenants?, may tasks be paused?, which tasks may pass a waiting gang)
@@ -56,7 +57,8 @@ class Setup:
     until_s: float = math.inf
     lots: Mapping[str, LotRule] = field(default_factory=dict)  # those with a rule `stop`
     budgets: Mapping[str, Budget] = field(default_factory=dict)  # of tenants and users, by id
-    begins_us: int = 0  # when its clock is at 0, in µs since 1970, for the periods of budgets
+    reserved: Sequence[ReservedFor] = ()
+    begins_us: int = 0  # when its clock is at 0, in µs since 1970, for budgets and reservations
 
 
 def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Report, Value]:
@@ -65,10 +67,10 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
     `go_on` is called in each round; raises `simulator.Stopped` when it returns False.
     """
     fitting = _fitting(setup)
-    in_line, tenants, users = fitting, setup.tenants, setup.users
+    in_line, tenants, users, reserved = fitting, setup.tenants, setup.users, setup.reserved
     if POLICIES[setup.named][0]:
         in_line = [replace(a, tenant=_ALL, user=_ALL, owner=a.tenant) for a in fitting]
-        tenants, users = (BoardTenant(id=_ALL, name=_ALL, weight=1000),), ()
+        tenants, users, reserved = (BoardTenant(id=_ALL, name=_ALL, weight=1000),), (), ()
     report = simulate(
         in_line,
         setup.devices,
@@ -81,6 +83,7 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
         users=users,
         lots=setup.lots,
         budgets=setup.budgets,
+        reserved=reserved,
         begins_us=setup.begins_us,
         go_on=go_on,
     )

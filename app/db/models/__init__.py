@@ -43,6 +43,7 @@ from app.db.models.history import (
 )
 from app.db.models.ledger import Account, BudgetPeriod, DailyUsage, LedgerBase, Lift, Usage
 from app.db.models.people import ApiKey, ImageKey, Secret, Tenant, User, WebSession
+from app.db.models.reservations import Reservation, ReservationWindow
 from app.db.models.tunnels import Tunnel
 from app.db.models.work import (
     REQUEST_STATES,
@@ -106,6 +107,8 @@ __all__ = [
     "RequestChannel",
     "RequestEvent",
     "RequestNeed",
+    "Reservation",
+    "ReservationWindow",
     "RungResult",
     "Secret",
     "StoredFile",

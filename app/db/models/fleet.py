@@ -93,6 +93,8 @@ class Device(Base):
     # What the island remembers and decided because of `health` (`core.device.health_cordons`). With
     # a cordon in it, `cordoned` is set too.
     fitness: Mapped[dict[str, Any]] = json_column()
+    # why it takes no work for a time that was planned (`app.scheduling.reservations`); "": it does
+    maintenance: Mapped[str] = mapped_column(server_default="")
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)

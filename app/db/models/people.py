@@ -55,6 +55,8 @@ class Tenant(Base):
     # what the budget has put in force by kind, until the period ends (`app.scheduling.budgets`)
     exhausted: Mapped[dict[str, Any]] = json_column()
     budget_ends_at: Mapped[datetime | None]
+    # devices that are reserved for it now, by island and kind (`app.scheduling.reservations`)
+    reserved: Mapped[dict[str, Any]] = json_column()
     # best tier that requests may ask for
     tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")
@@ -101,6 +103,8 @@ class User(Base):
     budget: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     exhausted: Mapped[dict[str, Any]] = json_column()
     budget_ends_at: Mapped[datetime | None]
+    # devices that are reserved for it now, by island and kind (`app.scheduling.reservations`)
+    reserved: Mapped[dict[str, Any]] = json_column()
     # channels that are told of requests that name none: {"to", "on"} each
     notify: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     version: Mapped[int] = mapped_column(server_default="1")

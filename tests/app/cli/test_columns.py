@@ -106,6 +106,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
     "WEBHOOKS": (["GET /webhooks"], {}),
     "DELIVERIES": (["GET /webhooks/{id}/deliveries", "POST /deliveries/{id}/redeliver"], {}),
     "CHANNELS": (["GET /channels"], {}),
+    "RESERVATIONS": (["GET /reservations"], {}),
     "SECRETS": (["GET /secrets"], {}),
     "KEYS": (["GET /keys"], {"user": "a"}),
     "USERS": (["GET /users"], {"tenant": "a"}),
@@ -117,7 +118,7 @@ TABLES: dict[str, tuple[list[str], JSON]] = {
 }
 #: Columns of rows that the command makes itself, or that lie inside an answer
 #: (`test_running_files` shows these).
-OWN = {"CHECKS", "KEPT_FILES", "OUTPUTS", "RUNNING_FILES", "USUAL_CHANNELS"}
+OWN = {"CHECKS", "FREE_TIMES", "KEPT_FILES", "OUTPUTS", "RUNNING_FILES", "USUAL_CHANNELS"}
 
 
 def _columns() -> dict[str, list[Column]]:
@@ -193,6 +194,7 @@ ANSWERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "usage": ("GET /usage", of_usage),
     "webhook": ("POST /webhooks", wording.webhook),
     "channel": ("POST /channels", wording.channel),
+    "reservation": ("POST /reservations", wording.reservation),
     "key": ("POST /keys", wording.key),
     "tenant": ("GET /tenants/{id}", wording.tenant),
     "tenants": ("GET /tenants", lambda value: wording.as_tree([value])),

@@ -132,6 +132,9 @@ def own(as_, vision, session) -> dict[str, str]:
     hook = {"tenant_id": "ten_blue", "url": "https://blue.invalid", "secret": ""}
     named = {"name": "its-own", "kind": "slack", "key_id": "k", "encrypted": b""}
     session.add_all([Webhook(id="whk_blue", **hook), Webhook(id="chn_blue", **hook, **named)])
+    its = {"name": "its-own", "island": "isle", "tenant_id": "ten_blue", "devices": {"cpu": 1}}
+    times = {"begins_at": func.now(), "ends_at": func.now()}
+    session.add(Reservation(id="rsv_blue", **its, **times))
     session.commit()
     return {
         "requests": submitted["id"],
@@ -141,6 +144,7 @@ def own(as_, vision, session) -> dict[str, str]:
         "webhooks": "whk_blue",
         "datablocks": "its-own",
         "channels": "chn_blue",
+        "reservations": "rsv_blue",
         "secrets": "ITS_OWN",
     }
 
@@ -310,6 +314,7 @@ MORE: dict[str, Any] = {
     "POST /v1/users": {"name": "new", "tenant_id": TENANT["id"]},
     "POST /v1/webhooks": {"tenant_id": TENANT["id"]},
     "POST /v1/channels": {"tenant_id": TENANT["id"]},
+    "POST /v1/reservations": {"tenant_id": TENANT["id"]},
 }
 
 

@@ -30,6 +30,7 @@ from app.db.models import (
     Preset,
     Request,
     RequestEvent,
+    Reservation,
     Secret,
     Task,
     Tenant,
@@ -48,7 +49,8 @@ WHO = (
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
 # checkpoint of that task, whose bytes are lost, as are those of its output y; {whk}, {msg}: a
-# webhook of red and a message to it; {chn}: a channel of red; {mnt}: a mount for red; {env}: an
+# webhook of red and a message to it; {chn}: a channel of red; {rsv}: a reservation for red;
+# {mnt}: a mount for red; {env}: an
 # environment of red; {graph}: one that red has sent; {blk}: a datablock of red.member, its bytes
 # lost likewise
 TABLE = """
@@ -136,6 +138,11 @@ GET    /v1/webhooks/{whk}               401  403  403  403  200  404  404  200  
 GET    /v1/secrets                      401  200  200  200  200  200  200  200  work:read
 PUT    /v1/secrets/WIDE                 401  403  403  403  200  403  422  200  work:write
 DELETE /v1/secrets/WIDE                 401  403  403  403  204  403  404  204  work:write
+POST   /v1/reservations                 401  403  403  403  403  403  403  201  devices:write
+GET    /v1/reservations                 401  200  200  200  200  200  200  200  devices:read
+GET    /v1/reservations/free?kind=cpu   401  200  200  200  200  200  200  200  devices:read
+GET    /v1/reservations/{rsv}           401  200  200  200  200  404  404  200  devices:read
+DELETE /v1/reservations/{rsv}           401  403  403  403  403  403  403  204  devices:write
 POST   /v1/channels                     401  403  403  403  201  403  422  201  work:write
 GET    /v1/channels                     401  200  200  200  200  200  200  200  work:read
 POST   /v1/channels/{chn}/test          401  403  403  403  202  404  404  202  work:write
@@ -211,6 +218,15 @@ BODIES = {
     "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
     "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
     "POST /v1/webhooks": {"json": {"url": "https://example.org/", "tenant_id": "ten_red"}},
+    "POST /v1/reservations": {
+        "json": {
+            "name": "repair",
+            "maintenance": True,
+            "device_ids": ["h.0"],
+            "begins_at": "2027-01-01T00:00:00Z",
+            "ends_at": "2027-01-02T00:00:00Z",
+        }
+    },
     "POST /v1/channels": {
         "json": {
             "name": "new",
@@ -296,6 +312,7 @@ def _url(path, submitted, world):
         blk="corpus",
         whk="whk_1",
         chn="chn_1",
+        rsv="rsv_1",
         msg="msg_1",
         mnt="pictures",
         env="env_1",
@@ -381,6 +398,17 @@ def _settle(session, submitted, *, ended):
     session.add(Graph(tenant_id="ten_red", sha256=GRAPH.sha256, nodes=2, body=GRAPH.body))
     for owner in (session.get_one(Tenant, "ten_red"), session.get_one(User, task.user_id)):
         budgets.set_budget(session, owner, Budget(grants_us={"cuda": 1}))
+    session.add(
+        Reservation(
+            id="rsv_1",
+            name="workshop",
+            island="isle",
+            tenant_id="ten_red",
+            devices={"cpu": 1},
+            begins_at=func.now(),
+            ends_at=func.now(),
+        )
+    )
     session.add(Preset(task_type="train", kind="cpu", params={}))
     session.add(Enrolment(device_id="h.0", key="ab" * 32, enrolled_by="root"))
     session.commit()

@@ -1,0 +1,356 @@
+"""Reservations: devices that a tenant or user is guaranteed in windows, and planned maintenance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any
+from zoneinfo import ZoneInfo
+
+from fastapi import Query, Response
+from pydantic import AwareDatetime
+from sqlalchemy import func, or_, select
+from sqlalchemy.orm import Session
+
+from app.api.access.auth import Authed, Caller, PlatformAdmin
+from app.api.access.visibility import of_caller
+from app.api.cursors import Paged
+from app.api.middleware import v1_router
+from app.api.problems import declared
+from app.api.schemas.base import KIND, Page
+from app.api.schemas.reservations import FreeTimesOut, ReservationIn, ReservationOut
+from app.core.fairness.budget import time_at, timezones
+from app.core.fairness.reservation import ReservedTime, Shortage
+from app.core.units import counted
+from app.db import tenant_tree, transactions
+from app.db.ids import new_id
+from app.db.models import Device, Island, Reservation, ReservationWindow, Tenant, User
+from app.db.transactions import Db, after_commit
+from app.errors import BadInput, Conflict, NotFound
+from app.intake import recurrences, reservations
+from app.messaging import outbox
+
+router = v1_router("reservations")
+
+MOST = 1000  # reservations that have not ended
+MOST_SHOWN = 100  # windows in an answer
+_AHEAD = timedelta(days=60)  # how far free times are looked for
+_MOST_FREE = 20
+
+Windows = list[tuple[datetime, datetime]]
+
+
+@router.post(
+    "/reservations",
+    status_code=201,
+    response_model=ReservationOut,
+    summary="Reserve devices, or plan maintenance",
+    responses=declared(403, 409),
+)
+def create_reservation(
+    body: ReservationIn, response: Response, caller: PlatformAdmin, session: Db
+) -> dict[str, Any]:
+    """Inside its windows a reservation is a guarantee: whoever borrowed the devices gives them back
+    without a loss when the tenant wants them, and nothing stands idle.  After a window, running
+    tasks go on as any others.
+
+    If more would be reserved than there is, the answer is 409 and names the reservations and the
+    next free time.  Maintenance is never refused: it drains its devices early enough to have them
+    empty when it begins, and lets them serve again when it ends.
+    """
+    reservations.lock(session)
+    island = _island(session, body.island)
+    found = _windows(body, transactions.now(session))
+    it = _maintenance(session, body, island) if body.maintenance else _guarantee(session, body)
+    it.island, it.created_by = island, caller.user_name
+    _check_room(session, it, found)
+    session.add(it)
+    session.flush()
+    session.add_all(
+        ReservationWindow(reservation_id=it.id, begins_at=begins_at, ends_at=ends_at)
+        for begins_at, ends_at in found
+    )
+    session.flush()
+    _put_in_force(session, it)
+    response.headers["Location"] = f"/v1/reservations/{it.id}"
+    return _shown(session, [it])[0]
+
+
+@router.get(
+    "/reservations",
+    response_model=Page[ReservationOut],
+    summary="List reservations",
+)
+def list_reservations(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """Lists the reservations of the tenants that you see, and all maintenance.  One is kept for 30
+    days after its last window.
+    """
+    found = paging.read(session, _seen(caller), by=Reservation.id)
+    return found.page(_shown(session, found.rows))
+
+
+@router.get(
+    "/reservations/free",
+    response_model=FreeTimesOut,
+    summary="Find when devices can be reserved",
+    responses=declared(404),
+)
+def list_free_times(
+    caller: Authed,
+    session: Db,
+    kind: Annotated[str, Query(pattern=f"^{KIND}$")],
+    devices: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
+    for_s: Annotated[int, Query(ge=1, le=5_184_000)] = 3600,
+    from_: Annotated[AwareDatetime | None, Query(alias="from")] = None,
+    island: str | None = None,
+) -> dict[str, Any]:
+    """Lists up to 20 times in the 60 days after `from`, or after now, in which so many devices are
+    free for `for_s` seconds or longer.
+    """
+    name = _island(session, island, pointer="?island")
+    now = transactions.now(session)
+    begins_at = max(now, from_ or now)
+    if begins_at > now + recurrences.HORIZON:
+        raise BadInput.at("?from", "must lie within two years from now", "too-late")
+    has = reservations.reservable(session, name)
+    wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, {kind: devices})
+    return {
+        "island": name,
+        "kind": kind,
+        "devices": devices,
+        "reservable": has.get(kind, 0),
+        "windows": _free_times(session, name, wanted, has, lasting=timedelta(seconds=for_s)),
+    }
+
+
+@router.get(
+    "/reservations/{id}",
+    response_model=ReservationOut,
+    summary="Show a reservation",
+    responses=declared(404),
+)
+def get_reservation(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Shows the windows that have not ended, and how many devices serve now."""
+    return _shown(session, [_visible(session, caller, id)])[0]
+
+
+@router.delete(
+    "/reservations/{id}",
+    status_code=204,
+    summary="Cancel a reservation or maintenance",
+    responses=declared(403, 404),
+)
+def delete_reservation(id: str, caller: PlatformAdmin, session: Db) -> None:
+    """Ends it at once, with all its windows.  Running tasks go on as any others; devices in
+    maintenance take work again.
+    """
+    reservations.lock(session)
+    it = _visible(session, caller, id)
+    reservations.cancel(session, it)
+    after_commit(session, partial(outbox.nudge_island, it.island))
+
+
+# --- what a call gives ----------------------------------------------------------------------------
+
+
+def _island(session: Session, name: str | None, *, pointer: str = "/island") -> str:
+    names = session.scalars(select(Island.name).order_by(Island.name)).all()
+    if name is None and len(names) == 1:
+        return names[0]
+    if name is None or name not in names:
+        told = f"must be one of {', '.join(names) or 'none: there is no island yet'}"
+        raise BadInput.at(pointer, told, "unknown-island")
+    return name
+
+
+def _windows(body: ReservationIn, now: datetime) -> Windows:
+    if body.timezone not in timezones():
+        told = f"there is no time zone {body.timezone!r}"
+        if near := get_close_matches(body.timezone, timezones(), 1):
+            told += f"; did you mean {near[0]}?"
+        raise BadInput.at("/timezone", told, "timezone")
+    if body.ends_at <= max(body.begins_at, now):
+        raise BadInput.at("/ends_at", "must be after begins_at and in the future", "window")
+    if body.begins_at > now + recurrences.HORIZON or body.ends_at > now + 2 * recurrences.HORIZON:
+        raise BadInput.at("/begins_at", "must lie within two years from now", "window")
+    zone = ZoneInfo(body.timezone)
+    try:
+        found = recurrences.windows(body.begins_at, body.ends_at, rule=body.rule, zone=zone)
+    except ValueError as error:
+        raise BadInput.at("/rule", str(error), "rule") from error
+    return [(begins_at, ends_at) for begins_at, ends_at in found if ends_at > now]
+
+
+def _new(session: Session, body: ReservationIn) -> Reservation:
+    if session.scalar(select(Reservation.id).where(Reservation.name == body.name)):
+        raise Conflict(f"there is a reservation {body.name} already; cancel it, or take a new name")
+    if (session.scalar(select(func.count()).select_from(Reservation)) or 0) >= MOST:
+        raise Conflict(f"there are {MOST} reservations already; cancel one first")
+    return Reservation(
+        id=new_id("rsv"),
+        name=body.name,
+        begins_at=body.begins_at,
+        ends_at=body.ends_at,
+        rule=body.rule,
+        timezone=body.timezone,
+        note=body.note or "",
+    )
+
+
+def _maintenance(session: Session, body: ReservationIn, island: str) -> Reservation:
+    for name in ("tenant_id", "user_id", "devices"):
+        if getattr(body, name):
+            raise BadInput.at(f"/{name}", "maintenance names device_ids only", "maintenance")
+    ids = sorted(set(body.device_ids))
+    if not ids:
+        raise BadInput.at("/device_ids", "name the devices that take no work", "required")
+    mine = Device.id.in_(ids), Device.island == island
+    kinds = {id: kind for id, kind in session.execute(select(Device.id, Device.kind).where(*mine))}
+    for n, id in enumerate(body.device_ids):
+        if id not in kinds:
+            raise BadInput.at(f"/device_ids/{n}", f"{island} has no device {id}", "unknown-device")
+    it = _new(session, body)
+    it.device_ids = ids
+    it.devices = {kind: list(kinds.values()).count(kind) for kind in sorted(set(kinds.values()))}
+    return it
+
+
+def _guarantee(session: Session, body: ReservationIn) -> Reservation:
+    if body.device_ids:
+        told = "only maintenance names devices; give their number in `devices`"
+        raise BadInput.at("/device_ids", told, "maintenance")
+    if not body.devices:
+        raise BadInput.at("/devices", "say how many devices of which kind", "required")
+    user = session.get(User, body.user_id) if body.user_id else None
+    if body.user_id and user is None:
+        raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
+    tenant_id = body.tenant_id or (user.tenant_id if user else None)
+    if tenant_id is None:
+        told = "say for which tenant, or for which user in `user_id`"
+        raise BadInput.at("/tenant_id", told, "required")
+    if session.get(Tenant, tenant_id) is None:
+        raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
+    if user is not None and user.tenant_id != tenant_id:
+        raise BadInput.at("/user_id", f"{user.name} is a user of another tenant", "unknown-user")
+    _check_limits(session, body, tenant_id)
+    it = _new(session, body)
+    it.tenant_id, it.user_id, it.devices = tenant_id, body.user_id, dict(body.devices)
+    return it
+
+
+def _check_limits(session: Session, body: ReservationIn, tenant_id: str) -> None:
+    """Refuse what limits would keep the tenant from using (rule F4)."""
+    ids = [each.id for each in tenant_tree.path(session, tenant_id)]
+    for tenant in session.scalars(select(Tenant).where(Tenant.id.in_(ids))):
+        for kind, number in body.devices.items():
+            most = min(tenant.limit.get(key, number) for key in (kind, tenant_tree.ALL))
+            if most < number:
+                told = f"{tenant.name} has a limit of {counted(most, 'device')}; raise it first"
+                raise BadInput.at(f"/devices/{kind}", told, "limit")
+
+
+def _check_room(session: Session, it: Reservation, found: Windows) -> None:
+    """Raise Conflict if more would be reserved than there is; maintenance is never refused."""
+    if it.tenant_id is None:
+        return
+    has = reservations.reservable(session, it.island)
+    wanted = [reservations.reserved_time(*window, it.devices) for window in found]
+    short = reservations.reserved_in(session, it.island).shortage(wanted, has)
+    if short is not None:
+        raise Conflict(_told(session, it, short, has))
+
+
+def _told(session: Session, it: Reservation, short: Shortage, has: dict[str, int]) -> str:
+    begins_at, ends_at = time_at(short.begins_us), time_at(short.ends_us)
+    of = f"of {counted(short.wanted, short.kind + ' device')} only {short.free} can be reserved"
+    told = f"{of} from {_text(begins_at)} to {_text(ends_at)}"
+    if names := reservations.names_in(session, it.island, begins_at, ends_at):
+        told += f"; reserved then: {', '.join(names[:5])}"
+    lasting = ends_at - begins_at
+    wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, it.devices)
+    if free := _free_times(session, it.island, wanted, has, lasting=lasting):
+        return f"{told}; next free: from {_text(free[0]['begins_at'])}"
+    return f"{told}; {it.island} can reserve {has.get(short.kind, 0)} in all"
+
+
+def _text(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _free_times(
+    session: Session,
+    island: str,
+    wanted: ReservedTime,
+    has: dict[str, int],
+    *,
+    lasting: timedelta,
+) -> list[dict[str, datetime]]:
+    lasting_us = lasting // timedelta(microseconds=1)
+    taken = reservations.reserved_in(session, island)
+    found = islice(taken.free_times(wanted, has, lasting_us=lasting_us), _MOST_FREE)
+    return [{"begins_at": time_at(begins), "ends_at": time_at(ends)} for begins, ends in found]
+
+
+def _put_in_force(session: Session, it: Reservation) -> None:
+    if reservations.put_in_force(session):
+        after_commit(session, partial(outbox.nudge_island, it.island))
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def _seen(caller: Caller) -> Any:
+    mine = of_caller(caller, Reservation.tenant_id)
+    return select(Reservation).where(or_(mine, Reservation.tenant_id.is_(None)))
+
+
+def _visible(session: Session, caller: Caller, id: str) -> Reservation:
+    found: Reservation | None = session.scalar(_seen(caller).where(Reservation.id == id))
+    if found is None:
+        raise NotFound("reservation", id)
+    return found
+
+
+def _shown(session: Session, rows: Sequence[Reservation]) -> list[dict[str, Any]]:
+    now = transactions.now(session)
+    ahead = ReservationWindow.ends_at > now
+    mine = ReservationWindow.reservation_id.in_([it.id for it in rows])
+    windows = dict[str, list[ReservationWindow]]()
+    query = select(ReservationWindow).where(mine, ahead).order_by(ReservationWindow.begins_at)
+    for window in session.scalars(query):
+        windows.setdefault(window.reservation_id, []).append(window)
+    serving = select(Device.island, Device.kind, func.count()).where(
+        Device.lease_until > now, ~Device.cordoned
+    )
+    serve = {
+        (island, kind): number
+        for island, kind, number in session.execute(serving.group_by(Device.island, Device.kind))
+    }
+    return [_out(it, windows.get(it.id, []), serve, now) for it in rows]
+
+
+def _out(
+    it: Reservation,
+    ahead: list[ReservationWindow],
+    serve: dict[tuple[str, str], int],
+    now: datetime,
+) -> dict[str, Any]:
+    if not ahead:
+        state = "ended"
+    else:
+        state = "active" if ahead[0].in_force and ahead[0].begins_at <= now else "planned"
+    shown = {name: getattr(it, name, None) for name in ReservationOut.model_fields}
+    return {
+        **shown,
+        "maintenance": it.tenant_id is None,
+        "state": state,
+        "available": {kind: serve.get((it.island, kind), 0) for kind in it.devices},
+        "windows": [
+            {"begins_at": each.begins_at, "ends_at": each.ends_at} for each in ahead[:MOST_SHOWN]
+        ],
+        "windows_ahead": len(ahead),
+        "note": it.note or None,
+    }

@@ -1,0 +1,137 @@
+"""Models of reservations."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field
+
+from app.api.schemas.base import (
+    EXAMPLE_AT,
+    EXAMPLE_TENANT,
+    KIND,
+    In,
+    Line,
+    Out,
+    example,
+)
+from app.core.model.fields import NAME, NAME_RULE
+
+_Number = Annotated[int, Field(ge=1, le=1_000_000)]
+_Devices = Annotated[
+    dict[str, _Number],
+    Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": f"^{KIND}$"}}),
+]
+_DEVICES = "The number of devices by kind."
+_IDS = "For maintenance: the devices that take no work."
+_TENANT = "The tenant for which the devices are guaranteed; default: that of `user_id`."
+_USER = "The only user of the tenant for whom they are guaranteed."
+_RULE = (
+    "How the window repeats, as in RFC 5545: `FREQ` (DAILY, WEEKLY, MONTHLY), `INTERVAL`, `BYDAY`, "
+    "`BYMONTHDAY`, and `COUNT` or `UNTIL`; at most 1,000 windows in two years. Windows keep the "
+    "hours of the time zone's clock."
+)
+_ZONE = "The time zone in which the window repeats, such as Europe/Berlin."
+_ISLAND = "The island whose devices are meant; may be left out if there is only one."
+_NAME = "workshop"
+_FROM, _TO = "2026-12-07T08:00:00Z", "2026-12-07T16:00:00Z"
+
+
+class ReservationIn(In):
+    """Reserves devices for a tenant or user, or takes devices out of service."""
+
+    model_config = example(
+        name=_NAME,
+        tenant_id=EXAMPLE_TENANT,
+        devices={"cuda": 8},
+        begins_at=_FROM,
+        ends_at=_TO,
+        rule="FREQ=WEEKLY;BYDAY=MO;COUNT=10",
+        timezone="Europe/Berlin",
+    )
+    name: str = Field(description=f"{NAME_RULE}.", pattern=f"^{NAME.pattern}$")
+    island: Annotated[str, Field(max_length=63)] | None = Field(None, description=_ISLAND)
+    tenant_id: Annotated[str, Field(max_length=64)] | None = Field(None, description=_TENANT)
+    user_id: Annotated[str, Field(max_length=64)] | None = Field(None, description=_USER)
+    devices: _Devices = Field({}, description=_DEVICES)
+    maintenance: bool = Field(False, description="Take `device_ids` out of service instead.")
+    device_ids: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)] = (
+        Field([], description=_IDS)
+    )
+    begins_at: AwareDatetime = Field(description="When the first window begins.", strict=False)
+    ends_at: AwareDatetime = Field(description="When the first window ends.", strict=False)
+    rule: Annotated[str, Field(max_length=300)] = Field("", description=_RULE)
+    timezone: Annotated[str, Field(max_length=64)] = Field("UTC", description=_ZONE)
+    note: Line | None = Field(None, description="What it is for.")
+
+
+class WindowOut(Out):
+    begins_at: datetime
+    ends_at: datetime
+
+
+class ReservationOut(Out):
+    """A reservation with its windows that have not ended, the next first; at most 100 of them.
+
+    `state`: `active` inside a window, and `ended` after the last one.
+    """
+
+    model_config = example(
+        id="rsv_0192f0c1b7e97d3e9a4c5b6d7e8f9a24",
+        name=_NAME,
+        island="local",
+        tenant_id=EXAMPLE_TENANT,
+        user_id=None,
+        devices={"cuda": 8},
+        maintenance=False,
+        device_ids=[],
+        state="planned",
+        available={"cuda": 8},
+        windows=[{"begins_at": _FROM, "ends_at": _TO}],
+        windows_ahead=10,
+        rule="FREQ=WEEKLY;BYDAY=MO;COUNT=10",
+        timezone="Europe/Berlin",
+        note=None,
+        created_by="root",
+        created_at=EXAMPLE_AT,
+    )
+    id: str
+    name: str
+    island: str
+    tenant_id: str | None = Field(description="Null for maintenance.")
+    user_id: str | None = Field(description=_USER)
+    devices: dict[str, int] = Field(description=_DEVICES)
+    maintenance: bool
+    device_ids: list[str] = Field(description=_IDS)
+    state: Literal["planned", "active", "ended"]
+    available: dict[str, int] = Field(
+        description="How many devices of each kind serve now, for this reservation and all others; "
+        "if these are fewer than reserved, it is filled in part."
+    )
+    windows: list[WindowOut]
+    windows_ahead: int = Field(description="The number of windows that have not ended.")
+    rule: str = Field(description=_RULE)
+    timezone: str = Field(description=_ZONE)
+    note: str | None
+    created_by: str = Field(description="Name of the administrator.")
+    created_at: datetime
+
+
+class FreeTimesOut(Out):
+    """The times in which so many devices of a kind can be reserved, the next first."""
+
+    model_config = example(
+        island="local",
+        kind="cuda",
+        devices=8,
+        reservable=16,
+        windows=[{"begins_at": _FROM, "ends_at": _TO}],
+    )
+    island: str
+    kind: str
+    devices: int
+    reservable: int = Field(
+        description="Devices of the kind, without those that are guaranteed to tenants for ever."
+    )
+    windows: list[WindowOut]

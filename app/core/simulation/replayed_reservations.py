@@ -1,0 +1,52 @@
+"""Replays reservations: says what is guaranteed to whom on the virtual clock.
+
+Control looks every two seconds; here a window begins and ends at the very µs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from app.core.fairness.reservation import ReservedTime
+
+
+class ReservedFor(NamedTuple):
+    """Says which tenants or users are promised the devices of a window.
+
+    `owners` are the tenant, all tenants above it and, if it is for a user, that user.
+    """
+
+    owners: tuple[str, ...]
+    time: ReservedTime
+
+
+@dataclass(slots=True)
+class ReplayedReservations:
+    """Knows all windows; the virtual clock is at 0 at `begins_us`, in µs since 1970."""
+
+    windows: Sequence[ReservedFor]
+    begins_us: int = 0
+    _now: dict[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def look(self, now_us: int) -> Iterator[tuple[str, Mapping[str, int]]]:
+        """Yield (tenant or user, devices by kind) of each for which that has changed."""
+        found, at_us = defaultdict[str, Counter[str]](Counter), self.begins_us + now_us
+        for owners, (begins_us, ends_us, devices) in self.windows:
+            if begins_us <= at_us < ends_us:
+                for owner in owners:
+                    found[owner].update(devices)
+        for owner in sorted({*found, *self._now}):
+            now = dict(found.get(owner, {}))
+            if now != self._now.get(owner, {}):
+                self._now[owner] = now
+                yield owner, now
+
+    def next_us(self, now_us: int) -> int | None:
+        """Return when a window begins or ends next; None if none does."""
+        at_us = self.begins_us + now_us
+        instants = (us for _, time in self.windows for us in (time.begins_us, time.ends_us))
+        due = [us for us in instants if us > at_us]
+        return min(due) - self.begins_us if due else None

@@ -1,0 +1,245 @@
+"""Reserves devices for tenants and users, and takes them out of service for maintenance.
+
+Control calls `look` every few seconds: it writes to tenants, users and devices what counts now, and
+islands read it as any guarantee (`core.fairness.reservation`) or drained device. So a service that
+was down when a window began makes it true at its first look. All that reserve or look hold one
+advisory lock, so that two calls cannot promise the same devices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from sqlalchemy import and_, delete, exists, func, or_, select, text
+from sqlalchemy.orm import Session
+
+from app.core.fairness import reservation
+from app.core.fairness.budget import time_us
+from app.core.fairness.reservation import Reserved, ReservedTime
+from app.db import tenant_tree, transactions
+from app.db.models import (
+    Device,
+    Host,
+    Placement,
+    Reservation,
+    ReservationWindow,
+    Task,
+    Tenant,
+    User,
+)
+from app.identity import audit
+from app.intake import actions
+
+_LOCK = 0x7265736572766564  # key of an advisory lock; unique in this database
+_DECIDE = text("select pg_advisory_xact_lock(:key)").bindparams(key=_LOCK)
+_TRY_TO_DECIDE = text("select pg_try_advisory_xact_lock(:key)").bindparams(key=_LOCK)
+_LEAD = timedelta(seconds=reservation.LEAD_MOST_S)
+Owner = TypeVar("Owner", Tenant, User)
+KEPT = timedelta(days=30)  # a reservation is forgotten so long after its last window
+SEEN = timedelta(days=7)  # a device that has not reported for longer cannot be reserved
+
+
+def lock(session: Session) -> None:
+    """Let nobody else reserve, and nothing be put in force, until this transaction ends."""
+    session.execute(_DECIDE)
+
+
+# --- what can be reserved -------------------------------------------------------------------------
+
+
+def reservable(session: Session, island: str) -> dict[str, int]:
+    """Return how many devices of each kind an island can promise: those it has, without what it
+    guarantees to tenants at the top of the tree at all times.
+    """
+    known = Device.seen_at > transactions.now(session) - SEEN
+    query = select(Device.kind, func.count()).where(Device.island == island, known)
+    has = Counter({kind: number for kind, number in session.execute(query.group_by(Device.kind))})
+    root = select(Tenant.id).where(Tenant.parent_id.is_(None)).scalar_subquery()
+    tops = select(Tenant.guarantee).where(or_(Tenant.parent_id == root, Tenant.id == root))
+    for guarantee in session.scalars(tops):
+        has.subtract(guarantee)
+    return {kind: max(0, number) for kind, number in has.items()}
+
+
+def reserved_in(session: Session, island: str, *, without: str = "") -> Reserved:
+    """Return what is reserved on an island from now on, `without` one reservation."""
+    mine = Reservation.island == island, Reservation.id != without
+    ahead = ReservationWindow.ends_at > transactions.now(session)
+    query = select(ReservationWindow, Reservation.devices).join(
+        Reservation, Reservation.id == ReservationWindow.reservation_id
+    )
+    return Reserved.of(
+        reserved_time(window.begins_at, window.ends_at, devices)
+        for window, devices in session.execute(query.where(*mine, ahead))
+    )
+
+
+def reserved_time(begins_at: datetime, ends_at: datetime, devices: dict[str, int]) -> ReservedTime:
+    return ReservedTime(time_us(begins_at), time_us(ends_at), devices)
+
+
+# --- what is in force -----------------------------------------------------------------------------
+
+
+def look(session: Session) -> bool:
+    """Put in force what is due, and take out of force what has ended; True if anything changed.
+
+    While another control does it, or a call reserves, nothing is done.
+    """
+    if not session.scalar(select(_anything_due(session))) or not session.scalar(_TRY_TO_DECIDE):
+        return False
+    return put_in_force(session)
+
+
+def _anything_due(session: Session) -> Any:
+    now = transactions.now(session)
+    over = ReservationWindow.ends_at <= now
+    ended = and_(ReservationWindow.in_force, over)
+    due = and_(~ReservationWindow.in_force, ~over, ReservationWindow.begins_at <= now + _LEAD)
+    return exists().where(or_(ended, due))
+
+
+def put_in_force(session: Session) -> bool:
+    """Make tenants, users and devices show what is in force now; the caller holds the lock."""
+    now = transactions.now(session)
+    query = select(ReservationWindow, Reservation).join(
+        Reservation, Reservation.id == ReservationWindow.reservation_id
+    )
+    near = and_(ReservationWindow.begins_at <= now + _LEAD, ReservationWindow.ends_at > now)
+    rows = session.execute(
+        query.where(or_(ReservationWindow.in_force, near)).order_by(
+            ReservationWindow.begins_at, Reservation.id
+        )
+    ).all()
+    changed, in_force = False, list[Reservation]()
+    for window, it in rows:
+        counts = _begins_at(session, window, it) <= now < window.ends_at
+        if counts and it.tenant_id is not None:
+            in_force.append(it)
+        if counts != window.in_force:
+            window.in_force, changed = counts, True
+            if it.tenant_id is None:
+                _take_out(session, window, it) if counts else bring_back(session, window, it)
+            _write_down(session, it, "begins" if counts else "ends")
+    changed |= _promise(session, in_force)
+    _forget(session, now)
+    return changed
+
+
+def _begins_at(session: Session, window: ReservationWindow, it: Reservation) -> datetime:
+    """Return when a window begins to count: maintenance empties its devices before it."""
+    if it.tenant_id is not None or window.in_force:
+        return window.begins_at if it.tenant_id is not None else window.begins_at - _LEAD
+    on_them = Placement.device_id.in_(it.device_ids) & Placement.ended_at.is_(None)
+    query = select(Task.switch_us).join(Placement, Placement.task_id == Task.id).where(on_them)
+    pauses_s = [us / 1e6 for us in session.scalars(query)]
+    return window.begins_at - timedelta(seconds=reservation.lead_s(pauses_s))
+
+
+def _promise(session: Session, in_force: Iterable[Reservation]) -> bool:
+    """Write to tenants and users how many devices are reserved for them now; True if that has
+    changed.
+
+    A tenant can only use what the tenants above it are promised, too.
+    """
+    wanted = defaultdict[str, dict[str, Counter[str]]](lambda: defaultdict(Counter))
+    for it in in_force:
+        ids = [tenant.id for tenant in tenant_tree.path(session, str(it.tenant_id))]
+        for id in [*ids, *([it.user_id] if it.user_id else [])]:
+            wanted[id][it.island].update(it.devices)
+    changed = False
+    for owners in (_showing(session, Tenant, wanted), _showing(session, User, wanted)):
+        for owner in owners:
+            now = {island: dict(devices) for island, devices in wanted.get(owner.id, {}).items()}
+            changed |= owner.reserved != now
+            owner.reserved = now
+    return changed
+
+
+def _showing(session: Session, kind: type[Owner], wanted: Iterable[str]) -> Sequence[Owner]:
+    """Return the tenants or users that show a reservation, or should, with their rows locked."""
+    shows = or_(kind.reserved != {}, kind.id.in_(list(wanted)))
+    query = select(kind).where(shows).order_by(kind.id).with_for_update(key_share=True)
+    return session.scalars(query.execution_options(populate_existing=True)).all()
+
+
+def _take_out(session: Session, window: ReservationWindow, it: Reservation) -> None:
+    """Drain the devices that are maintained, except those that somebody has drained already."""
+    told = _maintenance(window, it)
+    for device in _locked(session, it.device_ids):
+        if not device.cordoned:
+            device.cordoned, device.maintenance = True, told
+            device.version += 1
+    session.flush()
+    actions.empty_devices(session, it.device_ids, by=f"maintenance {it.name}")
+
+
+def bring_back(session: Session, window: ReservationWindow, it: Reservation) -> None:
+    """Let the devices serve that this maintenance has drained."""
+    told, open_ = _maintenance(window, it), list[str]()
+    for device in _locked(session, it.device_ids):
+        if device.maintenance == told:
+            device.cordoned, device.maintenance = False, ""
+            device.version += 1
+            if not session.get_one(Host, device.host).cordoned:
+                open_.append(device.id)
+    session.flush()
+    actions.leave_devices(session, open_, by=f"the end of maintenance {it.name}")
+
+
+def _locked(session: Session, ids: Sequence[str]) -> list[Device]:
+    query = select(Device).where(Device.id.in_(ids)).order_by(Device.id)
+    fresh = query.with_for_update(key_share=True).execution_options(populate_existing=True)
+    return list(session.scalars(fresh))
+
+
+def _maintenance(window: ReservationWindow, it: Reservation) -> str:
+    """Return the reason that a device shows."""
+    return f"Maintenance {it.name} until {window.ends_at.astimezone(UTC):%Y-%m-%d %H:%M} UTC."
+
+
+def _write_down(session: Session, it: Reservation, action: str) -> None:
+    call = audit.Call(operation="lookAtReservations", user="control")
+    after = {"name": it.name, "window": action}
+    audit.append(
+        session,
+        call,
+        "changed",
+        target=("reservation", it.id),
+        tenant_id=it.tenant_id or "",
+        after=after,
+    )
+
+
+def _forget(session: Session, now: datetime) -> None:
+    """Delete the reservations whose last window ended long ago."""
+    recent = exists().where(
+        ReservationWindow.reservation_id == Reservation.id, ReservationWindow.ends_at > now - KEPT
+    )
+    session.execute(delete(Reservation).where(~recent))
+
+
+def cancel(session: Session, it: Reservation) -> None:
+    """Delete a reservation, and end what it has in force; the caller holds the lock."""
+    for window in windows_of(session, it):
+        if window.in_force and it.tenant_id is None:
+            bring_back(session, window, it)
+    session.delete(it)
+    session.flush()
+    put_in_force(session)
+
+
+def windows_of(session: Session, it: Reservation) -> list[ReservationWindow]:
+    query = select(ReservationWindow).where(ReservationWindow.reservation_id == it.id)
+    return list(session.scalars(query.order_by(ReservationWindow.begins_at)))
+
+
+def names_in(session: Session, island: str, begins_at: datetime, ends_at: datetime) -> list[str]:
+    """Return the names of the reservations of an island that lie in an interval, in order."""
+    inside = ReservationWindow.begins_at < ends_at, ReservationWindow.ends_at > begins_at
+    mine = Reservation.island == island, Reservation.id == ReservationWindow.reservation_id
+    query = select(Reservation.name).where(*mine, *inside).distinct()
+    return list(session.scalars(query.order_by(Reservation.name)))

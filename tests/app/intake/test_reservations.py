@@ -1,0 +1,316 @@
+"""Reservations and maintenance over HTTP and as control puts them in force, by a clock that is
+set.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import pytest
+from sqlalchemy import func, select, update
+
+from app.db import transactions
+from app.db.models import (
+    AuditEvent,
+    Device,
+    Reservation,
+    ReservationWindow,
+    Tenant,
+    User,
+)
+from app.intake import recurrences, reservations
+from app.scheduling import snapshot_reader
+
+HOUR = timedelta(hours=1)
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.fixture
+def isle(world, session):
+    """The devices of the island, which have just reported."""
+    session.execute(update(Device).values(seen_at=func.now()))
+    session.commit()
+    return session.scalars(select(Device).order_by(Device.id)).all()
+
+
+@pytest.fixture
+def kind(isle):
+    return isle[0].kind
+
+
+@pytest.fixture
+def root(as_):
+    return as_("root")
+
+
+def time(at):
+    return at.astimezone(UTC).isoformat()
+
+
+def soon(hours=1.0, lasts=1.0, **more):
+    begins_at = datetime.now(UTC) + timedelta(hours=hours)
+    ends_at = begins_at + timedelta(hours=lasts)
+    given = {"name": "workshop", "begins_at": time(begins_at), "ends_at": time(ends_at), **more}
+    return given if "maintenance" in given else {"tenant_id": "ten_red", **given}
+
+
+def reserve(root, **more):
+    answer = root.post("/v1/reservations", json=soon(**more))
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def let_begin(session, id, *, now_at=0.0):
+    """Move the windows of a reservation so that the first began `now_at` hours ago."""
+    first = session.scalar(
+        select(ReservationWindow.begins_at).where(ReservationWindow.reservation_id == id)
+    )
+    by = transactions.now(session) - timedelta(hours=now_at) - first
+    mine = ReservationWindow.reservation_id == id
+    moved = {
+        "begins_at": ReservationWindow.begins_at + by,
+        "ends_at": ReservationWindow.ends_at + by,
+    }
+    session.execute(update(ReservationWindow).where(mine).values(moved))
+    session.commit()
+    session.expire_all()
+
+
+def look(session):
+    changed = reservations.look(session)
+    session.commit()
+    session.expire_all()
+    return changed
+
+
+# --- rules of repetition --------------------------------------------------------------------------
+
+
+def windows(rule, *, hour=9, lasts=HOUR, begins=(2027, 3, 21)):
+    begins_at = datetime(*begins, hour, 30, tzinfo=BERLIN)
+    return recurrences.windows(begins_at, begins_at + lasts, rule=rule, zone=BERLIN)
+
+
+def test_window_keeps_the_hours_of_its_zone():
+    found = windows("FREQ=WEEKLY;COUNT=2")
+    assert [begin.astimezone(BERLIN).hour for begin, _ in found] == [9, 9]
+    assert [begin.hour for begin, _ in found] == [8, 7]  # summer begins on the 28th
+
+
+def test_window_in_a_skipped_hour_is_left_out():
+    assert [begin.day for begin, _ in windows("FREQ=WEEKLY;COUNT=3", hour=2)] == [21, 4]
+
+
+def test_window_in_a_doubled_hour_begins_once():
+    found = windows("FREQ=WEEKLY;COUNT=2", hour=2, begins=(2026, 10, 25))
+    assert [(begin.day, begin.hour) for begin, _ in found] == [(25, 0), (1, 1)]
+
+
+def test_rule_without_end_ends_after_two_years():
+    assert len(windows("FREQ=DAILY")) == 732
+    assert windows("freq=monthly;byday=-1FR;until=20270501")[-1][0].day == 30
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("FREQ=SECONDLY", "FREQ must be"),
+        ("FREQ=DAILY;BYHOUR=1", "is not known"),
+        ("FREQ=DAILY;COUNT=1;UNTIL=20280101", "not both"),
+        ("FREQ=DAILY;COUNT=0", "COUNT must be"),
+        ("FREQ=DAILY;INTERVAL=1e9", "INTERVAL must be"),
+        ("FREQ=DAILY;UNTIL=tomorrow", "UNTIL must be"),
+        ("FREQ=WEEKLY;BYDAY=XX", "BYDAY must"),
+        ("FREQ=WEEKLY;BYDAY=MO;BYDAY=TU", "twice"),
+        ("FREQ=MONTHLY;BYMONTHDAY=31,0", "BYMONTHDAY must be"),
+        ("FREQ=MONTHLY;BYDAY=5MO;BYMONTHDAY=1", "no window"),
+        ("", None),
+    ],
+)
+def test_rule_that_cannot_be_taken_says_why(rule, told):
+    if told is None:
+        assert len(windows(rule)) == 1
+        return
+    with pytest.raises(ValueError, match=told):
+        windows(rule)
+
+
+def test_windows_that_overlap_are_refused():
+    with pytest.raises(ValueError, match="overlap"):
+        windows("FREQ=DAILY", lasts=timedelta(days=2))
+
+
+# --- what a call may reserve ----------------------------------------------------------------------
+
+
+def test_reservation_is_made_shown_and_cancelled(root, kind):
+    made = reserve(root, devices={kind: 1}, rule="FREQ=DAILY;COUNT=3", note="the workshop")
+    assert (made["state"], made["windows_ahead"], made["tenant_id"]) == ("planned", 3, "ten_red")
+    assert root.get(f"/v1/reservations/{made['id']}").json() == made
+    assert root.get("/v1/reservations").json()["items"] == [made]
+    assert root.delete(f"/v1/reservations/{made['id']}").status_code == 204
+    assert root.get(f"/v1/reservations/{made['id']}").status_code == 404
+
+
+def test_more_than_there_is_is_refused_with_names_and_the_next_free_time(root, isle, kind):
+    count = sum(device.kind == kind for device in isle)
+    reserve(root, name="first", devices={kind: count}, hours=2, lasts=2)
+    answer = root.post(
+        "/v1/reservations",
+        json=soon(name="second", devices={kind: 1}, hours=1, lasts=2, tenant_id="ten_blue"),
+    )
+    assert answer.status_code == 409
+    detail = answer.json()["detail"]
+    assert "reserved then: first" in detail
+    assert "next free: from" in detail
+    reserve(root, name="before", devices={kind: 1}, hours=1, lasts=0.9)
+    reserve(root, name="after", devices={kind: 1}, hours=4.1)
+
+
+def test_what_is_guaranteed_for_ever_cannot_be_reserved(root, isle, kind, session):
+    count = sum(device.kind == kind for device in isle)
+    session.get_one(Tenant, "ten_blue").guarantee = {kind: count}
+    session.commit()
+    answer = root.post("/v1/reservations", json=soon(devices={kind: 1}))
+    assert answer.status_code == 409
+    assert "only 0 can be reserved" in answer.json()["detail"]
+
+
+def test_free_times_are_those_in_which_a_call_succeeds(root, isle, kind):
+    count = sum(device.kind == kind for device in isle)
+    taken = reserve(root, devices={kind: count}, hours=2, lasts=1)["windows"][0]
+    asked = {"kind": kind, "devices": 1, "for_s": 1800}
+    first, second = root.get("/v1/reservations/free", params=asked).json()["windows"]
+    assert (first["ends_at"], second["begins_at"]) == (taken["begins_at"], taken["ends_at"])
+    too_many = {**asked, "devices": count + 1}
+    assert root.get("/v1/reservations/free", params=too_many).json()["windows"] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "pointer"),
+    [
+        ({"devices": {}}, "/devices"),
+        ({"devices": {"cpu": 1}, "tenant_id": "ten_none"}, "/tenant_id"),
+        ({"devices": {"cpu": 1}, "user_id": "usr_none"}, "/user_id"),
+        ({"devices": {"cpu": 1}, "user_id": "usr_blue.member"}, "/user_id"),
+        ({"devices": {"cpu": 1}, "device_ids": ["h.0"]}, "/device_ids"),
+        ({"devices": {"cpu": 1}, "island": "nowhere"}, "/island"),
+        ({"devices": {"cpu": 1}, "timezone": "Europe/Berlinn"}, "/timezone"),
+        ({"devices": {"cpu": 1}, "rule": "FREQ=NEVER"}, "/rule"),
+        ({"devices": {"cpu": 1}, "lasts": -1.0}, "/ends_at"),
+        ({"devices": {"cpu": 1}, "hours": 20000.0}, "/begins_at"),
+        ({"maintenance": True}, "/device_ids"),
+        ({"maintenance": True, "device_ids": ["h.none"]}, "/device_ids/0"),
+        ({"maintenance": True, "device_ids": ["h.0"], "devices": {"cpu": 1}}, "/devices"),
+    ],
+)
+def test_fault_is_named_at_its_place(root, isle, more, pointer):
+    answer = root.post("/v1/reservations", json=soon(**more))
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["errors"][0]["pointer"] == pointer
+
+
+def test_what_a_limit_forbids_is_refused(root, isle, session, kind):
+    session.get_one(Tenant, "ten_red").limit = {kind: 0}
+    session.commit()
+    answer = root.post("/v1/reservations", json=soon(devices={kind: 1}))
+    assert answer.json()["errors"][0]["pointer"] == f"/devices/{kind}"
+
+
+def test_members_see_their_own_and_maintenance_only(root, as_, isle, kind):
+    its = reserve(root, devices={kind: 1})
+    reserve(root, name="repair", maintenance=True, device_ids=[isle[0].id], hours=5)
+    names = [it["name"] for it in as_("blue.member").get("/v1/reservations").json()["items"]]
+    assert names == ["repair"]
+    assert as_("blue.member").get(f"/v1/reservations/{its['id']}").status_code == 404
+    names = [it["name"] for it in as_("red.viewer").get("/v1/reservations").json()["items"]]
+    assert names == ["workshop", "repair"]
+
+
+# --- what is in force -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", [None, "usr_red.member"])
+def test_inside_its_window_a_reservation_is_guaranteed(root, isle, kind, session, user):
+    island = isle[0].island
+    made = reserve(root, devices={kind: 1}, user_id=user)
+    assert not look(session)
+    assert session.get_one(Tenant, "ten_red").reserved == {}
+    let_begin(session, made["id"])
+    assert look(session)
+    assert not look(session)
+    assert snapshot_reader.tenants(session, island)["ten_red"].guarantee == {kind: 1}
+    assert snapshot_reader.tenants(session, "elsewhere")["ten_red"].guarantee == {}
+    found = snapshot_reader.users(session, island)["usr_red.member"].guarantee
+    assert found == ({kind: 1} if user else {})
+    assert root.get(f"/v1/reservations/{made['id']}").json()["state"] == "active"
+    let_begin(session, made["id"], now_at=1.5)
+    assert look(session)
+    assert session.get_one(Tenant, "ten_red").reserved == {}
+    assert session.get_one(User, "usr_red.member").reserved == {}
+    told = session.scalars(
+        select(AuditEvent.after).where(
+            AuditEvent.target_kind == "reservation", AuditEvent.action == "changed"
+        )
+    ).all()
+    assert [one["window"] for one in told] == ["begins", "ends"]
+
+
+def test_service_that_was_down_at_the_begin_makes_it_true_at_its_first_look(
+    root, isle, kind, session
+):
+    made = reserve(root, devices={kind: 1}, lasts=3.0)
+    let_begin(session, made["id"], now_at=2.0)
+    assert look(session)
+    assert session.get_one(Tenant, "ten_red").reserved == {isle[0].island: {kind: 1}}
+
+
+def test_reservation_that_begins_at_once_is_in_force_when_the_call_answers(
+    root, isle, kind, session
+):
+    made = reserve(root, devices={kind: 1}, hours=-0.1)
+    assert made["state"] == "active"
+    session.expire_all()
+    assert session.get_one(Tenant, "ten_red").reserved == {isle[0].island: {kind: 1}}
+    root.delete(f"/v1/reservations/{made['id']}")
+    session.expire_all()
+    assert session.get_one(Tenant, "ten_red").reserved == {}
+
+
+def test_maintenance_drains_its_devices_early_and_brings_them_back(root, isle, session):
+    device = isle[0].id
+    made = reserve(root, name="repair", maintenance=True, device_ids=[device])
+    assert not look(session)
+    let_begin(session, made["id"], now_at=-5 / 3600)  # it begins in five seconds
+    assert look(session)
+    seen = snapshot_reader.devices(session, isle[0].island)[device]
+    assert not seen.takes_work
+    assert seen.unfit.startswith("Maintenance repair until ")
+    assert root.get(f"/v1/reservations/{made['id']}").json()["state"] == "planned"
+    let_begin(session, made["id"], now_at=0.5)
+    assert not look(session)
+
+
+def test_devices_serve_again_when_maintenance_ends_or_is_cancelled(root, isle, session):
+    device = isle[0].id
+    made = reserve(root, name="repair", maintenance=True, device_ids=[device], hours=-0.1)
+    assert root.get(f"/v1/devices/{device}").json()["cordoned"]
+    root.delete(f"/v1/reservations/{made['id']}")
+    assert not root.get(f"/v1/devices/{device}").json()["cordoned"]
+
+
+def test_device_that_somebody_drained_stays_drained(root, isle, session):
+    device = isle[0].id
+    assert root.post(f"/v1/devices/{device}/cordon").status_code == 200
+    made = reserve(root, name="repair", maintenance=True, device_ids=[device], hours=-0.1)
+    root.delete(f"/v1/reservations/{made['id']}")
+    assert root.get(f"/v1/devices/{device}").json()["cordoned"]
+
+
+def test_ended_reservation_is_forgotten_after_a_month(root, isle, kind, session):
+    old = reserve(root, name="old", devices={kind: 1})
+    let_begin(session, old["id"], now_at=24 * 31)
+    reserve(root, name="new", devices={kind: 1}, hours=-0.1)
+    assert [it["name"] for it in root.get("/v1/reservations").json()["items"]] == ["new"]
+    assert session.scalars(select(Reservation.name)).all() == ["new"]
