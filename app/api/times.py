@@ -34,6 +34,12 @@ Time = Annotated[
 ]
 
 
+#: A time that must be given.
+Instant = Annotated[
+    datetime, Field(strict=False), AfterValidator(_aware), BeforeValidator(_written)
+]
+
+
 def day(text: str, where: str) -> datetime | None:
     """Return the beginning of a day in UTC; None for an empty text; raises BadInput."""
     if not text:

@@ -28,6 +28,7 @@ from app.api.schemas.fleet import DeviceOut, HostOut, IslandOut, PresetOut
 from app.api.schemas.mounts import MountOut
 from app.api.schemas.people import KeyOut, TenantOut, UserOut
 from app.api.schemas.requests import RequestOut
+from app.api.schemas.reservations import ReservationOut
 from app.api.schemas.tasks import CheckpointOut, MigrateIn
 from app.core.model import descriptor as descriptors
 from app.db.models import (
@@ -53,6 +54,7 @@ from app.db.models import (
     Request,
     RequestChannel,
     RequestEvent,
+    Reservation,
     Secret,
     Task,
     Tenant,
@@ -69,6 +71,7 @@ DEVICE, HOST, ISLAND = example_of(DeviceOut), example_of(HostOut), example_of(Is
 SECRET = example_of(SecretOut)
 WEBHOOK, DELIVERY = example_of(WebhookOut), example_of(DeliveryOut)
 CHANNEL = example_of(ChannelOut)
+RESERVATION = example_of(ReservationOut)
 MOUNT = example_of(MountOut)
 ENVIRONMENT = example_of(EnvironmentWithLock)
 TASK, DATABLOCK = REQUEST["tasks"][0], example_of(DatablockOut)
@@ -183,6 +186,10 @@ def _told() -> Iterator[Any]:
     for n, id in enumerate((CHANNEL["id"], "chn_" + "7" * 32)):
         name = f"secret-of-vision-{n}"
         yield Webhook(id=id, url=f"channel:{name}", name=name, **sealed, **whose)
+    times = {"begins_at": func.now(), "ends_at": func.now(), "tenant_id": TENANT["id"]}
+    for n, id in enumerate((RESERVATION["id"], "rsv_" + "7" * 32)):
+        named = {"name": f"secret-of-vision-{n}", "note": "secret of vision"}
+        yield Reservation(id=id, island=ISLAND["name"], **named, **times)
     named = {"request_id": REQUEST["id"], "webhook_id": CHANNEL["id"]}
     yield RequestChannel(**named, events=[])
     yield NewsItem(**named, type="task.preempted", task="secret-of-vision")

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from zoneinfo import ZoneInfo
 
 from fastapi import Query, Response
-from pydantic import AwareDatetime
-from sqlalchemy import func, or_, select
+from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Authed, Caller, PlatformAdmin
@@ -22,6 +21,7 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import KIND, Page
 from app.api.schemas.reservations import FreeTimesOut, ReservationIn, ReservationOut
+from app.api.times import Time
 from app.core.fairness.budget import time_at, timezones
 from app.core.fairness.reservation import ReservedTime, Shortage
 from app.core.units import counted
@@ -62,7 +62,8 @@ def create_reservation(
     empty when it begins, and lets them serve again when it ends.
     """
     reservations.lock(session)
-    island = _island(session, body.island)
+    which = Device.id.in_(body.device_ids) | Device.kind.in_(body.devices)
+    island = _island(session, body.island, which)
     found = _windows(body, transactions.now(session))
     it = _maintenance(session, body, island) if body.maintenance else _guarantee(session, body)
     it.island, it.created_by = island, caller.user_name
@@ -93,7 +94,7 @@ def list_reservations(paging: Paged, caller: Authed, session: Db) -> dict[str, A
 
 
 @router.get(
-    "/reservations/free",
+    "/reservations:free",
     response_model=FreeTimesOut,
     summary="Find when devices can be reserved",
     responses=declared(404),
@@ -101,20 +102,20 @@ def list_reservations(paging: Paged, caller: Authed, session: Db) -> dict[str, A
 def list_free_times(
     caller: Authed,
     session: Db,
-    kind: Annotated[str, Query(pattern=f"^{KIND}$")],
+    kind: Annotated[str, Query(pattern=f"^{KIND}$")] = "cuda",
     devices: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
     for_s: Annotated[int, Query(ge=1, le=5_184_000)] = 3600,
-    from_: Annotated[AwareDatetime | None, Query(alias="from")] = None,
+    since: Time = None,
     island: str | None = None,
 ) -> dict[str, Any]:
-    """Lists up to 20 times in the 60 days after `from`, or after now, in which so many devices are
+    """Lists up to 20 times in the 60 days after `since`, or after now, in which so many devices are
     free for `for_s` seconds or longer.
     """
-    name = _island(session, island, pointer="?island")
+    name = _island(session, island, Device.kind == kind, pointer="?island")
     now = transactions.now(session)
-    begins_at = max(now, from_ or now)
+    begins_at = max(now, since or now)
     if begins_at > now + recurrences.HORIZON:
-        raise BadInput.at("?from", "must lie within two years from now", "too-late")
+        raise BadInput.at("?since", "must lie within two years from now", "too-late")
     has = reservations.reservable(session, name)
     wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, {kind: devices})
     return {
@@ -156,10 +157,15 @@ def delete_reservation(id: str, caller: PlatformAdmin, session: Db) -> None:
 # --- what a call gives ----------------------------------------------------------------------------
 
 
-def _island(session: Session, name: str | None, *, pointer: str = "/island") -> str:
+def _island(
+    session: Session, name: str | None, which: ColumnElement[bool], *, pointer: str = "/island"
+) -> str:
+    """Return the island that is named, or the one with most of `which` devices."""
     names = session.scalars(select(Island.name).order_by(Island.name)).all()
-    if name is None and len(names) == 1:
-        return names[0]
+    if name is None and names:
+        most = select(Device.island).where(which).group_by(Device.island)
+        found = session.scalar(most.order_by(func.count().desc(), Device.island).limit(1))
+        return found or names[0]
     if name is None or name not in names:
         told = f"must be one of {', '.join(names) or 'none: there is no island yet'}"
         raise BadInput.at(pointer, told, "unknown-island")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
 from app.api.schemas.base import (
     EXAMPLE_AT,
@@ -16,6 +16,7 @@ from app.api.schemas.base import (
     Out,
     example,
 )
+from app.api.times import Instant
 from app.core.model.fields import NAME, NAME_RULE
 
 _Number = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -33,7 +34,7 @@ _RULE = (
     "hours of the time zone's clock."
 )
 _ZONE = "The time zone in which the window repeats, such as Europe/Berlin."
-_ISLAND = "The island whose devices are meant; may be left out if there is only one."
+_ISLAND = "The island whose devices are meant; default: the one with most of them."
 _NAME = "workshop"
 _FROM, _TO = "2026-12-07T08:00:00Z", "2026-12-07T16:00:00Z"
 
@@ -59,8 +60,8 @@ class ReservationIn(In):
     device_ids: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)] = (
         Field([], description=_IDS)
     )
-    begins_at: AwareDatetime = Field(description="When the first window begins.", strict=False)
-    ends_at: AwareDatetime = Field(description="When the first window ends.", strict=False)
+    begins_at: Instant = Field(description="When the first window begins.")
+    ends_at: Instant = Field(description="When the first window ends.")
     rule: Annotated[str, Field(max_length=300)] = Field("", description=_RULE)
     timezone: Annotated[str, Field(max_length=64)] = Field("UTC", description=_ZONE)
     note: Line | None = Field(None, description="What it is for.")

@@ -100,7 +100,7 @@ def list_free_times(
     if island:
         wanted["island"] = island
     with root_command.connect(ctx) as client:
-        found = client.get("/v1/reservations/free", **wanted)
+        found = client.get("/v1/reservations:free", **wanted)
     show(found, output, lambda: table(found["windows"], wording.FREE_TIMES))
 
 

@@ -181,10 +181,10 @@ def test_free_times_are_those_in_which_a_call_succeeds(root, isle, kind):
     count = sum(device.kind == kind for device in isle)
     taken = reserve(root, devices={kind: count}, hours=2, lasts=1)["windows"][0]
     asked = {"kind": kind, "devices": 1, "for_s": 1800}
-    first, second = root.get("/v1/reservations/free", params=asked).json()["windows"]
+    first, second = root.get("/v1/reservations:free", params=asked).json()["windows"]
     assert (first["ends_at"], second["begins_at"]) == (taken["begins_at"], taken["ends_at"])
     too_many = {**asked, "devices": count + 1}
-    assert root.get("/v1/reservations/free", params=too_many).json()["windows"] == []
+    assert root.get("/v1/reservations:free", params=too_many).json()["windows"] == []
 
 
 @pytest.mark.parametrize(

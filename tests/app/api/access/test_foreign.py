@@ -18,11 +18,11 @@ from unittest import mock
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import delete
+from sqlalchemy import delete, func
 
 from app import pages
 from app.api.access import auth
-from app.db.models import Request, RequestEvent, Webhook
+from app.db.models import Request, RequestEvent, Reservation, Webhook
 from app.main import app as service
 from app.messaging.live_updates import changes
 from tests.app.conftest import BUNDLE, descriptor, sha256
@@ -37,6 +37,7 @@ from tests.app.documented import (
     KEY,
     MOUNT,
     REQUEST,
+    RESERVATION,
     SECRET,
     TASK,
     TENANT,
@@ -52,6 +53,7 @@ IDS = [
     REQUEST["id"], TASK["id"], WAITING_REQUEST, WAITING_TASK, TENANT["id"], CHILD, USER["id"],
     KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION), WEBHOOK["id"], DELIVERY["id"],
     DATABLOCK["name"], MOUNT["name"], SECRET["name"], ENVIRONMENT["id"], CHANNEL["id"],
+    RESERVATION["id"],
 ]  # fmt: skip
 #: nothing of this is ever in an answer to blue, unless blue said it first
 MARKS = [
@@ -72,7 +74,7 @@ HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
     "state", "phase", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
     "tenant_wide", "latest", "sort", "range", "if-range", "if-none-match", "content-range", "grep",
-    "keep",
+    "keep", "for_s", "devices",
     "path",  # within the working folder of the task before it
 }  # fmt: skip
 #: parts of a path that only have a meaning below the thing before them

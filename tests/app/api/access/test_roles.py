@@ -11,7 +11,7 @@ import hashlib
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import delete, update
+from sqlalchemy import delete, func, update
 
 from app.api.access import auth
 from app.api.descriptor_schema import GRAPH_EXAMPLE
@@ -140,7 +140,7 @@ PUT    /v1/secrets/WIDE                 401  403  403  403  200  403  422  200  
 DELETE /v1/secrets/WIDE                 401  403  403  403  204  403  404  204  work:write
 POST   /v1/reservations                 401  403  403  403  403  403  403  201  devices:write
 GET    /v1/reservations                 401  200  200  200  200  200  200  200  devices:read
-GET    /v1/reservations/free?kind=cpu   401  200  200  200  200  200  200  200  devices:read
+GET    /v1/reservations:free            401  200  200  200  200  200  200  200  devices:read
 GET    /v1/reservations/{rsv}           401  200  200  200  200  404  404  200  devices:read
 DELETE /v1/reservations/{rsv}           401  403  403  403  403  403  403  204  devices:write
 POST   /v1/channels                     401  403  403  403  201  403  422  201  work:write
