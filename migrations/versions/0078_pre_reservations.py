@@ -4,14 +4,14 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects.postgresql import JSONB
 
-revision = "0077"
-down_revision = "0076"
+revision = "0078"
+down_revision = "0077"
 branch_labels = None
 depends_on = None
 
 OWNERS = ("tenants", "users")
 
-#: The columns of `devices` whose change its island must see (`0069_pre_renewals_unmarked`).
+#: The columns of `devices` whose change its island must see (`0069`).
 MARKING = (
     "id",
     "host",
