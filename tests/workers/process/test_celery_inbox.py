@@ -21,8 +21,10 @@ from tests.refusing_redis import BUSY, EACH, LOADING, NOAUTH, READONLY, Refusing
 APP = """
 import os
 from app.messaging import broker
+from workers.process import celery_inbox
 from workers.process.celery_inbox import hears, hears_all
 
+celery_inbox.CONNECT_AGAIN_S = 0.1  # what is tested is that it tries again, not when
 celery = broker.make_celery("heard", os.environ["REDIS_URL"])
 
 @hears(celery, "say")
