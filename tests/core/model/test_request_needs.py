@@ -18,6 +18,7 @@ from app.core.model.request_needs import (
     decide,
     standing,
 )
+from tests.thoroughness import rest_long
 
 #: What is true of a needed request, and what is decided about each condition: "." waits, "+" met,
 #: "-" never. The columns are AWAITED: done, ended, failed, started.
@@ -146,7 +147,7 @@ def step(nodes: list[Node], node: Node) -> bool:
     return (node.state, node.started, node.outcomes) != before
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", rest_long(range(5), keep=2))
 def test_random_graph_ends_as_the_topological_order_says(seed):
     rng = random.Random(seed)
     nodes = random_graph(rng, 1000)

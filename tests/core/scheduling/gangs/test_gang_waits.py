@@ -110,7 +110,7 @@ def test_single_tasks_lose_no_more_than_the_bound_to_any_gangs(seed: int) -> Non
     assert lost_s <= POLICY.wait_share * n * until_s + widest * POLICY.slice_max_s
 
 
-@pytest.mark.parametrize("seed", rest_long(seeds(range(4)), keep=2))
+@pytest.mark.parametrize("seed", rest_long(seeds(range(4))))
 def test_board_made_anew_keeps_the_same_devices(seed: int) -> None:
     dice = random.Random(seed)
     gangs = [

@@ -141,7 +141,7 @@ def test_shares_are_even_in_time_where_no_grouping_is_even(weights):
     assert world.rules["Pause regroup"] <= 30  # of a task no more than one in a full slice
 
 
-@pytest.mark.parametrize("seed", rest_long(seeds([0, 2, 3, 7, 11, 12, 20, 27]), keep=2))
+@pytest.mark.parametrize("seed", rest_long(seeds([0, 2, 3, 7, 11, 12, 20, 27])))
 def test_shares_of_random_islands_follow_the_weights_and_no_graph_starves(seed):
     """Trees of tenants and users, bursts of 0.5 to 16 ms, graphs that end and others that do not.
 
