@@ -14,6 +14,7 @@ from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import Session
 
 from app.core.fairness import usage_decay
+from app.core.fairness.reservation import owed
 from app.core.fairness.water_filling import Claimant, divide_tree
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.units import counted
@@ -120,7 +121,7 @@ def fair_share(session: Session, now: datetime) -> list[TenantShare]:
 def _kind_share(
     row: Any, kind: str, *, devices: int, part: Fraction, fair: Fraction, held: int, **more: int
 ) -> KindShare:
-    guarantee = row.guarantee.get(kind, 0)
+    guarantee = _guarantee(row, kind)
     return KindShare(
         kind=kind,
         devices=devices,
@@ -169,6 +170,11 @@ def _limit(row: Any, kind: str) -> int | None:
     return min(limits, default=None)
 
 
+def _guarantee(row: Any, kind: str) -> int:
+    """Return what is guaranteed to a tenant now, by its quota and by reservations."""
+    return owed(row.guarantee, *row.reserved.values()).get(kind, 0)
+
+
 class _Tree:
     """The tenants that own shares, and how they lie below each other."""
 
@@ -180,6 +186,7 @@ class _Tree:
             Tenant.weight_milli,
             Tenant.carried,
             Tenant.guarantee,
+            Tenant.reserved,
             Tenant.limit,
         )
         rows = session.execute(select(*columns).order_by(Tenant.name.desc())).all()
@@ -301,7 +308,7 @@ def _divided(
             return None
         return Claimant(
             weight=row.weight_milli,
-            guarantee=row.guarantee.get(kind, 0),
+            guarantee=_guarantee(row, kind),
             limit=_limit(row, kind),
             children=mine,
         )

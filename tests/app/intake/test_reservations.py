@@ -84,6 +84,11 @@ def look(session):
     return changed
 
 
+def shown_guarantee(shares, tenant, kind):
+    [mine] = [each for each in shares if each["tenant"].endswith(tenant)]
+    return next(each["guarantee"] for each in mine["kinds"] if each["kind"] == kind)
+
+
 # --- rules of repetition --------------------------------------------------------------------------
 
 
@@ -245,6 +250,8 @@ def test_inside_its_window_a_reservation_is_guaranteed(root, isle, kind, session
     found = snapshot_reader.users(session, island)["usr_red.member"].guarantee
     assert found == ({kind: 1} if user else {})
     assert root.get(f"/v1/reservations/{made['id']}").json()["state"] == "active"
+    shares = root.get("/v1/fair-share").json()["tenants"]
+    assert shown_guarantee(shares, "red", kind) == 1
     let_begin(session, made["id"], now_at=1.5)
     assert look(session)
     assert session.get_one(Tenant, "ten_red").reserved == {}
