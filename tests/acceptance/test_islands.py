@@ -346,11 +346,10 @@ def test_datablock_is_copied_from_another_host_unchanged(islands, tmp_path):
     assert told == ["store", "host"]
 
 
-# Long, as others of this file kill the same: an executor or its worker as the other partition runs
-# (`test_partition_begins_...`), a maker (`test_block_of_a_killed_maker_...`), a leader
-# (`test_a_standby_takes_...`), an island (`test_unfinished_tasks_...`).
-@pytest.mark.long
-@pytest.mark.parametrize("victim", ["executor", "scheduler", "island"])
+@pytest.mark.parametrize(
+    "victim",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ("executor", "scheduler")), "island"],
+)
 def test_graph_on_both_islands_gives_the_same_bits_whichever_process_is_killed(
     islands, whole, victim
 ):
