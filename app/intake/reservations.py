@@ -96,14 +96,18 @@ def look(session: Session) -> bool:
 
 def _anything_due(session: Session) -> Any:
     now = transactions.now(session)
-    over = ReservationWindow.ends_at <= now
+    begins_at, over = ReservationWindow.begins_at, ReservationWindow.ends_at <= now
+    near = and_(Reservation.tenant_id.is_(None), begins_at <= now + _LEAD)
+    due = and_(~ReservationWindow.in_force, ~over, or_(begins_at <= now, near))
     ended = and_(ReservationWindow.in_force, over)
-    due = and_(~ReservationWindow.in_force, ~over, ReservationWindow.begins_at <= now + _LEAD)
-    return exists().where(or_(ended, due))
+    return exists().where(Reservation.id == ReservationWindow.reservation_id, or_(ended, due))
 
 
-def put_in_force(session: Session) -> bool:
-    """Make tenants, users and devices show what is in force now; the caller holds the lock."""
+def put_in_force(session: Session, *, freed: Iterable[str] = ()) -> bool:
+    """Make tenants, users and devices show what is in force now; the caller holds the lock.
+
+    `freed` are devices whose maintenance was cancelled; another one may go on.
+    """
     now = transactions.now(session)
     query = select(ReservationWindow, Reservation).join(
         Reservation, Reservation.id == ReservationWindow.reservation_id
@@ -114,25 +118,32 @@ def put_in_force(session: Session) -> bool:
             ReservationWindow.begins_at, Reservation.id
         )
     ).all()
-    changed, in_force = False, list[Reservation]()
+    changed, in_force, back = False, list[tuple[ReservationWindow, Reservation]](), set(freed)
     for window, it in rows:
         counts = _begins_at(session, window, it) <= now < window.ends_at
-        if counts and it.tenant_id is not None:
-            in_force.append(it)
+        if counts:
+            in_force.append((window, it))
         if counts != window.in_force:
             window.in_force, changed = counts, True
-            if it.tenant_id is None:
-                _take_out(session, window, it) if counts else bring_back(session, window, it)
+            if it.tenant_id is None and counts:
+                _take_out(session, window, it, it.device_ids)
+            elif it.tenant_id is None:
+                back |= _bring_back(session, window, it)
             _write_down(session, it, "begins" if counts else "ends")
-    changed |= _promise(session, in_force)
+    for window, it in in_force:
+        if still := back.intersection(it.device_ids):
+            _take_out(session, window, it, sorted(still))
+    changed |= _promise(session, [it for _, it in in_force if it.tenant_id is not None])
     _forget(session, now)
     return changed
 
 
 def _begins_at(session: Session, window: ReservationWindow, it: Reservation) -> datetime:
     """Return when a window begins to count: maintenance empties its devices before it."""
-    if it.tenant_id is not None or window.in_force:
-        return window.begins_at if it.tenant_id is not None else window.begins_at - _LEAD
+    if it.tenant_id is not None:
+        return window.begins_at
+    if window.in_force:
+        return window.begins_at - _LEAD
     on_them = Placement.device_id.in_(it.device_ids) & Placement.ended_at.is_(None)
     query = select(Task.switch_us).join(Placement, Placement.task_id == Task.id).where(on_them)
     pauses_s = [us / 1e6 for us in session.scalars(query)]
@@ -166,28 +177,32 @@ def _showing(session: Session, kind: type[Owner], wanted: Iterable[str]) -> Sequ
     return session.scalars(query.execution_options(populate_existing=True)).all()
 
 
-def _take_out(session: Session, window: ReservationWindow, it: Reservation) -> None:
-    """Drain the devices that are maintained, except those that somebody has drained already."""
+def _take_out(
+    session: Session, window: ReservationWindow, it: Reservation, ids: Sequence[str]
+) -> None:
+    """Drain devices that are maintained, except those that somebody has drained already."""
     told = _maintenance(window, it)
-    for device in _locked(session, it.device_ids):
+    for device in _locked(session, ids):
         if not device.cordoned:
             device.cordoned, device.maintenance = True, told
             device.version += 1
     session.flush()
-    actions.empty_devices(session, it.device_ids, by=f"maintenance {it.name}")
+    actions.empty_devices(session, ids, by=f"maintenance {it.name}")
 
 
-def bring_back(session: Session, window: ReservationWindow, it: Reservation) -> None:
-    """Let the devices serve that this maintenance has drained."""
-    told, open_ = _maintenance(window, it), list[str]()
+def _bring_back(session: Session, window: ReservationWindow, it: Reservation) -> set[str]:
+    """Let the devices serve that this maintenance has drained, and return them."""
+    told, back, open_ = _maintenance(window, it), set[str](), list[str]()
     for device in _locked(session, it.device_ids):
         if device.maintenance == told:
             device.cordoned, device.maintenance = False, ""
             device.version += 1
+            back.add(device.id)
             if not session.get_one(Host, device.host).cordoned:
                 open_.append(device.id)
     session.flush()
     actions.leave_devices(session, open_, by=f"the end of maintenance {it.name}")
+    return back
 
 
 def _locked(session: Session, ids: Sequence[str]) -> list[Device]:
@@ -224,12 +239,13 @@ def _forget(session: Session, now: datetime) -> None:
 
 def cancel(session: Session, it: Reservation) -> None:
     """Delete a reservation, and end what it has in force; the caller holds the lock."""
+    back = set[str]()
     for window in windows_of(session, it):
         if window.in_force and it.tenant_id is None:
-            bring_back(session, window, it)
+            back |= _bring_back(session, window, it)
     session.delete(it)
     session.flush()
-    put_in_force(session)
+    put_in_force(session, freed=back)
 
 
 def windows_of(session: Session, it: Reservation) -> list[ReservationWindow]:

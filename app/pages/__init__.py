@@ -51,6 +51,7 @@ def routers() -> list[APIRouter]:
         admin_views,
         channel_views,
         operator_views,
+        reservation_views,
         secret_views,
         sign_in,
         task_forms,
@@ -63,6 +64,7 @@ def routers() -> list[APIRouter]:
         admin_views.router,
         channel_views.router,
         operator_views.router,
+        reservation_views.router,
         secret_views.router,
         views.router,
     ]

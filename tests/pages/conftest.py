@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text
+from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text, update
 from sqlalchemy.orm import Session
 
 from app.core.webhooks.message_bodies import TYPES
@@ -32,6 +32,8 @@ from app.db.models import (
     Metric,
     Mount,
     RequestNeed,
+    Reservation,
+    ReservationWindow,
     Secret,
     Task,
     Usage,
@@ -90,7 +92,8 @@ class Service:
     def pages(self) -> tuple[str, ...]:
         request = f"/ui/requests/{self.tracked.request_id}"
         lists = ("/ui/requests", "/ui/queue", "/ui/datablocks", "/ui/environments", "/ui/secrets")
-        return ("/ui/", "/ui/?window=1h", *lists, request, "/ui/requests/none", "/docs")
+        more = ("/ui/reservations", "/ui/requests/none", "/docs")
+        return ("/ui/", "/ui/?window=1h", *lists, request, *more)
 
     @property
     def admins_pages(self) -> tuple[str, ...]:
@@ -108,7 +111,7 @@ class Service:
 
     @property
     def platform_pages(self) -> tuple[str, ...]:
-        return (*self.admins_pages, "/ui/devices")
+        return (*self.admins_pages, "/ui/devices", "/ui/reservations")
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +214,7 @@ def _fill(session: Session) -> dict[str, Any]:
     scenery.add(Decision(**whose, **what, devices=["d0"]))
     hook = _webhook(session, a.id, tracked.request_id)
     _channels(session, a.id, b.id)
+    _reservations(session, a.id, b.id)
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         whose = {"tenant_id": tracked.tenant_id, "key_id": "k", "encrypted": b"", "set_by": ""}
         session.add(Secret(id=new_id("sct"), name=name, **whose))
@@ -254,6 +258,36 @@ def _channels(session: Session, tenant_id: str, other_id: str) -> None:
             delivery.state, delivery.attempts = end, [tried]
     whose = {"id": new_id("chn"), "tenant_id": other_id, "name": "theirs", "kind": "slack"}
     session.add(Webhook(**whose, url="channel:theirs", **sealed))
+    session.flush()
+
+
+def _reservations(session: Session, tenant_id: str, other_id: str) -> None:
+    """A reservation that repeats, one of another tenant, and maintenance."""
+    session.execute(update(Device).values(seen_at=func.now()))
+    device = session.scalars(select(Device).order_by(Device.id)).first()
+    assert device is not None
+    now = session.scalar(select(func.now()))
+    assert now is not None
+    long = "a-workshop-with-a-long-name"
+    for owner, name, windows in ((tenant_id, long, 3), (other_id, "theirs", 1), (None, "disks", 1)):
+        first = now + timedelta(days=2)
+        it = Reservation(
+            id=new_id("rsv"),
+            name=name,
+            island=device.island,
+            tenant_id=owner,
+            devices={device.kind: 1},
+            device_ids=[] if owner else [device.id],
+            begins_at=first,
+            ends_at=first + timedelta(hours=8),
+            note="Before the deadline",
+        )
+        session.add(it)
+        session.flush()
+        for n in range(windows):
+            at = first + n * timedelta(days=7)
+            times = {"begins_at": at, "ends_at": at + timedelta(hours=8)}
+            session.add(ReservationWindow(reservation_id=it.id, **times))
     session.flush()
 
 

@@ -244,6 +244,7 @@ def _cordon_device(
 ) -> dict[str, Any]:
     device = _locked_device(session, id)
     is_checked_first = _note_wish(session, device, cordoned, by=caller.user_name)
+    device.maintenance = ""  # from now on it is as this administrator wants it
     if device.cordoned != cordoned and not is_checked_first:
         device.cordoned = cordoned
         device.version += 1

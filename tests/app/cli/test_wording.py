@@ -114,7 +114,7 @@ TABLES = {
         metrics={"loss": 5.271e-06, "accuracy": 0.98765},
         held_us=86_400_000_000,
     ),
-    "CHECKPOINTS": row_of("CheckpointOut", task=LONG, id=ID),
+    "CHECKPOINTS": row_of("CheckpointOut", task=LONG, id=ID, best_of_lot=True),
     "DATABLOCKS": row_of("DatablockOut", name=LONG),
     "DEVICES": row_of("DeviceOut", id="gpu-host-7.10", task=f"{LONG}/{LONG}", threads=128),
     "_SHARES": {

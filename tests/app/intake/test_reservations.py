@@ -307,6 +307,29 @@ def test_devices_serve_again_when_maintenance_ends_or_is_cancelled(root, isle, s
     assert not root.get(f"/v1/devices/{device}").json()["cordoned"]
 
 
+def test_device_serves_again_when_the_last_of_its_maintenances_is_over(root, isle, session):
+    device = isle[0].id
+    names = ("disks", "fans")
+    made = [
+        reserve(root, name=name, maintenance=True, device_ids=[device], hours=-0.1)
+        for name in names
+    ]
+    for it in made:
+        assert root.get(f"/v1/devices/{device}").json()["cordoned"]
+        root.delete(f"/v1/reservations/{it['id']}")
+    assert not root.get(f"/v1/devices/{device}").json()["cordoned"]
+
+
+@pytest.mark.parametrize("cordoned", [True, False])
+def test_device_is_as_an_administrator_wants_it_during_maintenance(root, isle, cordoned):
+    device = isle[0].id
+    made = reserve(root, name="repair", maintenance=True, device_ids=[device], hours=-0.1)
+    wish = "cordon" if cordoned else "uncordon"
+    assert root.post(f"/v1/devices/{device}/{wish}").json()["cordoned"] is cordoned
+    root.delete(f"/v1/reservations/{made['id']}")
+    assert root.get(f"/v1/devices/{device}").json()["cordoned"] is cordoned
+
+
 def test_device_that_somebody_drained_stays_drained(root, isle, session):
     device = isle[0].id
     assert root.post(f"/v1/devices/{device}/cordon").status_code == 200

@@ -6,11 +6,12 @@ import html
 import re
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from app.api.access import auth
@@ -407,6 +408,58 @@ class TestChannels:
             given = {"do": do, "channel": channel["id"]}
             assert stranger.send("/ui/channels", **given).status_code == 404
         assert "of-red" in browse("root").look("/ui/channels").text
+
+
+class TestReservations:
+    @pytest.fixture
+    def soon(self, session):
+        session.execute(update(Device).values(seen_at=func.now()))
+        session.commit()
+        begins = datetime.now(UTC) + timedelta(days=1)
+        written = (at.strftime("%Y-%m-%dT%H:%M") for at in (begins, begins + timedelta(hours=8)))
+        return dict(zip(("begins", "ends"), written, strict=True))
+
+    def test_reservation_is_added_shown_to_its_tenant_only_and_removed(self, browse, as_, soon):
+        root = browse("root")
+        given = {"name": "workshop", "tenant_id": "ten_red", "number": "2", "kind": "cpu", **soon}
+        assert root.send("/ui/reservations", do="reserve", **given).status_code == 303
+        assert "workshop is added" in root.told("/ui/reservations")
+        shown = browse("red.member").look("/ui/reservations").text
+        assert "workshop" in shown
+        assert "Remove" not in shown
+        of_others = browse("blue.member").look("/ui/reservations").text
+        assert "workshop" not in of_others
+        assert "<strong>2</strong> of 2" in of_others, "what is taken is seen, not by whom"
+        [made] = as_("root").get("/v1/reservations").json()["items"]
+        root.send("/ui/reservations", do="remove", reservation=made["id"])
+        assert "Nothing is reserved" in root.look("/ui/reservations").text
+
+    def test_maintenance_is_planned_and_everybody_sees_it(self, browse, soon):
+        root = browse("root")
+        given = {"name": "disks", "device_ids": "h.0, h.1", "note": "new disks", **soon}
+        assert root.send("/ui/reservations", do="maintain", **given).status_code == 303
+        assert "maintenance of h.0, h.1" in browse("blue.viewer").look("/ui/reservations").text
+
+    @pytest.mark.parametrize(
+        ("bad", "status", "named"),
+        [
+            ({"number": "many"}, 422, "number of devices"),
+            ({"number": "9"}, 409, "can be reserved"),
+            ({"begins": "soon"}, 422, "a time such as"),
+            ({"timezone": "Mars"}, 422, "time zone"),
+            ({"rule": "FREQ=NEVER"}, 422, "FREQ must be"),
+        ],
+    )
+    def test_bad_field_is_refused_with_its_reason(self, browse, soon, bad, status, named):
+        given = {"name": "workshop", "tenant_id": "ten_red", "number": "1", "kind": "cpu", **soon}
+        answer = browse("root").send("/ui/reservations", do="reserve", **{**given, **bad})
+        assert answer.status_code == status
+        assert named in answer.text
+
+    @pytest.mark.parametrize("who", ["red.tenant_admin", "red.member"])
+    def test_only_platform_admins_reserve(self, browse, who, soon):
+        answer = browse(who).send("/ui/reservations", do="reserve", name="mine", **soon)
+        assert answer.status_code == 403
 
 
 class TestAuditLog:

@@ -68,7 +68,7 @@ def test_budget_that_is_used_pauses_until_the_next_period(session, clock):
     assert tenant.exhausted == {"cuda": "pause"}
     ends_at = datetime(2026, 3, 21, tzinfo=UTC)
     assert tenant.budget_ends_at == ends_at
-    seen = snapshot_reader.tenants(session)["ten_red"]
+    seen = snapshot_reader.tenants(session, "isle")["ten_red"]
     assert (seen.exhausted, seen.budget_ends_s) == ({"cuda": "pause"}, ends_at.timestamp())
     clock(ends_at.timestamp() - 1e-6)
     assert not budgets.look(session)
@@ -98,7 +98,7 @@ def test_budget_of_a_user_counts_the_user_alone(session, clock):
     charge(session, HERS, HOUR_US)
     budgets.look(session)
     assert owner.exhausted == {"cuda": "pause"}
-    assert snapshot_reader.users(session)[HERS[0]].exhausted == {"cuda": "pause"}
+    assert snapshot_reader.users(session, "isle")[HERS[0]].exhausted == {"cuda": "pause"}
 
 
 def test_use_before_the_budget_was_set_counts_and_one_that_is_too_low_is_used_at_once(

@@ -384,6 +384,7 @@ ADDRESSES = {
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
     "/ui/members/limits": [],  # it only takes a form
     "/ui/members/{id}": ["/ui/members/{}"],
+    "/ui/reservations": ["/ui/reservations", "/ui/reservations?cursor={}"],
     "/ui/channels": ["/ui/channels", "/ui/channels?cursor={}"],
     "/ui/webhooks": ["/ui/webhooks"],
     "/ui/webhooks/{id}": ["/ui/webhooks/{}"],

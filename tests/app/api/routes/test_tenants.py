@@ -523,7 +523,7 @@ class TestUsers:
             **body["user_defaults"],
             **dict.fromkeys(("max_queued", "max_sessions", "max_duration_s")),
         }
-        users = snapshot_reader.users(session, User.tenant_id == "ten_red")
+        users = snapshot_reader.users(session, "isle", User.tenant_id == "ten_red")
         assert {(user.limit["cuda"], user.most_running) for user in users.values()} == {(2, 4)}
 
     def test_page_by_page(self, as_):

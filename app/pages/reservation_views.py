@@ -1,0 +1,193 @@
+"""Shows reservations and maintenance as a calendar of kinds and weeks, and as a list.
+
+Platform administrators add and remove them here. What is reserved for others is only a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, time, timedelta
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+from zoneinfo import ZoneInfo
+
+from fastapi import APIRouter, Depends, Request, Response
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.api.access.auth import Caller, check_role
+from app.api.access.gate import GatedRoute
+from app.api.cursors import Paging
+from app.api.routes import reservations as of_reservations
+from app.api.schemas.reservations import ReservationIn
+from app.core.fairness.budget import time_us, timezones
+from app.db import transactions
+from app.db.models import Island, Tenant
+from app.db.transactions import Db
+from app.errors import BadInput
+from app.intake import reservations
+from app.pages import forms, views
+from app.pages.forms import Field
+from app.pages.views import Sender, Visitor
+
+ON_A_PAGE = 200
+WEEKS = 6
+
+router = APIRouter(include_in_schema=False, route_class=GatedRoute)
+
+
+def sending_platform_admin(caller: Sender) -> Caller:
+    check_role(caller, "platform_admin")
+    return caller
+
+
+SendingPlatformAdmin = Annotated[Caller, Depends(sending_platform_admin, scope="function")]
+
+
+class Week(NamedTuple):
+    """Says how many devices of a kind are reserved at most in a week, and by whom as far as the
+    reader may know.
+    """
+
+    begins_at: datetime
+    most: int
+    names: tuple[str, ...]
+
+
+class KindWeeks(NamedTuple):
+    """One kind of device of an island, of which so many can be reserved, in the coming weeks."""
+
+    island: str
+    kind: str
+    reservable: int
+    weeks: tuple[Week, ...]
+
+
+@router.get("/ui/reservations")
+def list_reservations(request: Request, session: Db, caller: Visitor, cursor: str = "") -> Response:
+    paging = Paging(http=request, response=Response(), limit=ON_A_PAGE, given=cursor or None)
+    found = of_reservations.list_reservations(paging, caller, session)
+    now = transactions.now(session)
+    may_change = caller.sees_all
+    return views.page(
+        request,
+        "reservations.html",
+        caller,
+        now=now,
+        section="devices" if may_change else "overview",
+        reservations=found["items"],
+        next_cursor=found["next_cursor"],
+        calendar=_calendar(session, found["items"], now),
+        may_change=may_change,
+        tenants=_tenants(session) if may_change else {},
+        islands=_islands(session) if may_change else {},
+    )
+
+
+def _calendar(session: Session, shown: Sequence[Any], now: datetime) -> list[KindWeeks]:
+    monday = datetime.combine(now.date() - timedelta(days=now.weekday()), time(), UTC)
+    weeks = [monday + n * timedelta(weeks=1) for n in range(WEEKS)]
+    found = []
+    for island in session.scalars(select(Island.name).order_by(Island.name)).all():
+        has, taken = (
+            reservations.reservable(session, island),
+            reservations.reserved_in(session, island),
+        )
+        for kind in sorted(has):
+            mine = [it for it in shown if it["island"] == island and kind in it["devices"]]
+            cells = [_week(at, mine, partial(taken.most_taken, kind)) for at in weeks]
+            found.append(KindWeeks(island, kind, has[kind], tuple(cells)))
+    return found
+
+
+def _week(begins_at: datetime, shown: Sequence[Any], most_taken: Callable[[int, int], int]) -> Week:
+    ends_at = begins_at + timedelta(weeks=1)
+    names = [
+        it["name"]
+        for it in shown
+        if any(
+            window["begins_at"] < ends_at and window["ends_at"] > begins_at
+            for window in it["windows"]
+        )
+    ]
+    return Week(begins_at, most_taken(time_us(begins_at), time_us(ends_at)), tuple(sorted(names)))
+
+
+def _tenants(session: Session) -> dict[str, str]:
+    rows = session.execute(select(Tenant.id, Tenant.name).order_by(Tenant.name))
+    return {id: name for id, name in rows}
+
+
+def _islands(session: Session) -> dict[str, str]:
+    names = session.scalars(select(Island.name).order_by(Island.name)).all()
+    return {"": "with most of them", **{name: name for name in names}} if len(names) > 1 else {}
+
+
+@router.post("/ui/reservations")
+def change_reservations(
+    request: Request,
+    session: Db,
+    caller: SendingPlatformAdmin,
+    do: Field = "",
+    reservation: Field = "",
+    name: Field = "",
+    tenant_id: Field = "",
+    kind: Field = "",
+    number: Field = "",
+    device_ids: Field = "",
+    begins: Field = "",
+    ends: Field = "",
+    timezone: Field = "UTC",
+    rule: Field = "",
+    note: Field = "",
+    island: Field = "",
+) -> Response:
+    known: dict[str, Callable[..., Any]] = {
+        "reserve": of_reservations.create_reservation,
+        "maintain": of_reservations.create_reservation,
+        "remove": of_reservations.delete_reservation,
+    }
+    operation = forms.chosen(do, known)
+    views.acts_as(request, session, caller, operation)
+    if do == "remove":
+        of_reservations.delete_reservation(reservation, caller, session)
+        told = forms.Told(words="It is removed. Running tasks go on.")
+    else:
+        what: dict[str, Any] = {"maintenance": True, "device_ids": _names(device_ids)}
+        if do == "reserve":
+            what = {"tenant_id": tenant_id, "devices": {kind.strip(): _number(number)}}
+        body = forms.filled(
+            ReservationIn,
+            name=name.strip(),
+            begins_at=_time(begins, timezone, "/begins_at"),
+            ends_at=_time(ends, timezone, "/ends_at"),
+            timezone=timezone,
+            rule=rule.strip(),
+            note=note.strip() or None,
+            island=island or None,
+            **what,
+        )
+        made = of_reservations.create_reservation(body, Response(), caller, session)
+        told = forms.Told(words=f"{made['name']} is added.")
+    return views.answered(request, told, partial(list_reservations, request, session, caller))
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 8):
+        raise BadInput.at("/devices", f"must be a number of devices; got {text!r:.40}", "number")
+    return int(text)
+
+
+def _time(text: str, zone: str, pointer: str) -> str:
+    """Return the time of a form, which is in the zone, with its offset."""
+    if zone not in timezones():
+        raise BadInput.at("/timezone", f"there is no time zone {zone!r:.80}", "timezone")
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone)).isoformat()
+    except ValueError:
+        told = f"must be a time such as 2026-12-07T09:00; got {text!r:.40}"
+        raise BadInput.at(pointer, told, "time") from None
