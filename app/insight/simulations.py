@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from statistics import median
 from threading import Lock
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from app.core.fairness.budget import Budget, budget_of, time_us
@@ -35,7 +35,7 @@ from app.core.model.provisions.stop_rule import rule_in
 from app.core.model.request_needs import STARTED
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.replayed_lot import LotRule, RungMark
-from app.core.simulation.replayed_reservations import ReservedFor
+from app.core.simulation.replayed_reservations import Maintained, ReservedFor
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
 from app.db import tenant_tree, transactions
@@ -112,6 +112,7 @@ class ReplayInput:
     lots: Mapping[str, LotRule] = field(default_factory=dict)
     budgets: Mapping[str, Budget] = field(default_factory=dict)  # of tenants and users, by id
     reserved: Sequence[ReservedFor] = ()
+    maintained: Sequence[Maintained] = ()
     begins_us: int = 0  # when its clock is at 0, in µs since 1970
     resume_s: float = 0.0
     left_out: int = 0
@@ -134,20 +135,28 @@ def _still(session: Session, island: str) -> Snapshot:
 
 def _reserved(session: Session, island: str) -> tuple[ReservedFor, ...]:
     """Return the windows of the island's reservations that are known still, by begin."""
-    query = select(ReservationWindow, Reservation).where(
-        Reservation.id == ReservationWindow.reservation_id,
-        Reservation.island == island,
-        Reservation.tenant_id.is_not(None),
-    )
-    owners = dict[str, tuple[str, ...]]()
-    found = []
-    for window, it in session.execute(query.order_by(ReservationWindow.begins_at)):
+    owners, found = dict[str, tuple[str, ...]](), []
+    for window, it in _windows(session, island, Reservation.tenant_id.is_not(None)):
         if it.id not in owners:
             path = tuple(each.id for each in tenant_tree.path(session, str(it.tenant_id)))
             owners[it.id] = (*path, it.user_id) if it.user_id else path
         ends = time_us(window.begins_at), time_us(window.ends_at)
         found.append(ReservedFor(owners[it.id], ReservedTime(*ends, it.devices)))
     return tuple(found)
+
+
+def _maintained(session: Session, island: str) -> tuple[Maintained, ...]:
+    """Return the windows of the island's maintenance that are known still, by begin."""
+    return tuple(
+        Maintained(tuple(it.device_ids), time_us(window.begins_at), time_us(window.ends_at))
+        for window, it in _windows(session, island, Reservation.tenant_id.is_(None))
+    )
+
+
+def _windows(session: Session, island: str, which: ColumnElement[bool]) -> Iterable[Any]:
+    mine = Reservation.id == ReservationWindow.reservation_id, Reservation.island == island
+    query = select(ReservationWindow, Reservation).where(*mine, which)
+    return session.execute(query.order_by(ReservationWindow.begins_at)).all()
 
 
 def _budgets(session: Session) -> dict[str, Budget]:
@@ -213,6 +222,7 @@ def of_history(
         lots=lots,
         budgets=_budgets(session),
         reserved=_reserved(session, island),
+        maintained=_maintained(session, island),
         begins_us=round(began_s * 1e6),
         resume_s=median(switches) if switches else 0.0,
         left_out=len(rows) - len(ran),
@@ -372,6 +382,7 @@ def of_made(
         arrivals=arrivals,
         budgets=_budgets(session),
         reserved=_reserved(session, island),
+        maintained=_maintained(session, island),
         begins_us=round(transactions.now_s(session) * 1e6),
     )
 
@@ -418,6 +429,7 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
         lots=scene.lots,
         budgets=scene.budgets,
         reserved=scene.reserved,
+        maintained=scene.maintained,
         begins_us=scene.begins_us,
         devices=[replace(d, up=True) for d in as_is.devices.values() if d.takes_work],
         tenants=[replace(tenant, carried_us=0, exhausted={}) for tenant in as_is.tenants.values()],

@@ -1,4 +1,5 @@
-"""Replays reservations: says what is guaranteed to whom on the virtual clock.
+"""Replays reservations: says what is guaranteed to whom, and what is drained, on the virtual
+clock.
 
 Control looks every two seconds; here a window begins and ends at the very µs.
 """
@@ -23,11 +24,20 @@ class ReservedFor(NamedTuple):
     time: ReservedTime
 
 
+class Maintained(NamedTuple):
+    """Says which devices take no work from one instant up to another, in µs since 1970."""
+
+    devices: tuple[str, ...]
+    begins_us: int
+    ends_us: int
+
+
 @dataclass(slots=True)
 class ReplayedReservations:
     """Knows all windows; the virtual clock is at 0 at `begins_us`, in µs since 1970."""
 
     windows: Sequence[ReservedFor]
+    maintained: Sequence[Maintained] = ()
     begins_us: int = 0
     _now: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -44,9 +54,19 @@ class ReplayedReservations:
                 self._now[owner] = now
                 yield owner, now
 
+    def drained(self, now_us: int) -> set[str]:
+        """Return the devices that are maintained now."""
+        at_us = self.begins_us + now_us
+        return {
+            id
+            for devices, begins_us, ends_us in self.maintained
+            if begins_us <= at_us < ends_us
+            for id in devices
+        }
+
     def next_us(self, now_us: int) -> int | None:
         """Return when a window begins or ends next; None if none does."""
         at_us = self.begins_us + now_us
-        instants = (us for _, time in self.windows for us in (time.begins_us, time.ends_us))
-        due = [us for us in instants if us > at_us]
+        times = [time[:2] for _, time in self.windows] + [one[1:] for one in self.maintained]
+        due = [us for time in times for us in time if us > at_us]
         return min(due) - self.begins_us if due else None

@@ -52,7 +52,11 @@ from app.core.scheduling.urgency import been_away
 from app.core.simulation.device_meter import Interval, Meter
 from app.core.simulation.replayed_budgets import Charged, Rate, ReplayedBudgets
 from app.core.simulation.replayed_lot import LotRule, ReplayedLot, RungMark
-from app.core.simulation.replayed_reservations import ReplayedReservations, ReservedFor
+from app.core.simulation.replayed_reservations import (
+    Maintained,
+    ReplayedReservations,
+    ReservedFor,
+)
 
 STORY_LINES = 20  # most lines of the timeline that Broken shows
 # most rounds at one instant, or in a row that ask for another round at once
@@ -181,6 +185,7 @@ def simulate(
     lots: Mapping[str, LotRule] = _NO_LOTS,
     budgets: Mapping[str, Budget] = _NO_BUDGETS,
     reserved: Sequence[ReservedFor] = (),
+    maintained: Sequence[Maintained] = (),
     begins_us: int = 0,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
@@ -188,7 +193,7 @@ def simulate(
 
     `users` need only hold users with a weight other than 1.  `budgets` are those of tenants and
     users by id; their periods follow the clock, which is at 0 s at `begins_us` (µs since 1970), and
-    so do the windows of reservations.
+    so do the windows of reservations and maintenance.
     `go_on` is called in each round.  Raises Broken if an invariant does not hold, and Stopped if
     `go_on` returns False.
     """
@@ -202,6 +207,7 @@ def simulate(
         lots=lots,
         budgets=budgets,
         reserved=reserved,
+        maintained=maintained,
         begins_us=begins_us,
     )
     world.keep_timeline = checked or keep_timeline
@@ -305,6 +311,7 @@ class World:
         lots: Mapping[str, LotRule] = _NO_LOTS,
         budgets: Mapping[str, Budget] = _NO_BUDGETS,
         reserved: Sequence[ReservedFor] = (),
+        maintained: Sequence[Maintained] = (),
         begins_us: int = 0,
     ) -> None:
         self.policy, self.costs = policy, costs
@@ -336,7 +343,7 @@ class World:
         parents = {id: tenant.parent for id, tenant in self.tenants.items()}
         self.budgets = ReplayedBudgets(budgets, parents, begins_us)
         self._budgets_us: int | None = None  # when a budget changes what is in force
-        self.reservations = ReplayedReservations(reserved, begins_us)
+        self.reservations = ReplayedReservations(reserved, maintained, begins_us)
         # what is guaranteed for ever
         self._guaranteed = {id: tenant.guarantee for id, tenant in self.tenants.items()}
 
@@ -362,7 +369,7 @@ class World:
             at_us = comes_us if at_us is None else min(at_us, comes_us)
         if self._budgets_us is not None and self.tasks:
             at_us = self._budgets_us if at_us is None else min(at_us, self._budgets_us)
-        if self.reservations.windows and self.tasks:
+        if self.tasks and (self.reservations.windows or self.reservations.maintained):
             reserved_us = self.reservations.next_us(self.now_us)
             if reserved_us is not None:
                 at_us = reserved_us if at_us is None else min(at_us, reserved_us)
@@ -388,6 +395,8 @@ class World:
             self._look_at_budgets()
         for owner, devices in self.reservations.look(self.now_us):
             self._reserve(owner, devices)
+        if self.reservations.maintained:
+            self._drain(self.reservations.drained(self.now_us))
 
     def _let_it_be(self, at_us: int) -> None:
         if at_us != self.now_us:
@@ -634,6 +643,13 @@ class World:
         elif owner in self.users:
             user = self.users[owner] = replace(self.users[owner], guarantee=devices)
             self.board.set_user(replace(user, faded_us=self.board.users[owner].faded_us))
+
+    def _drain(self, drained: set[str]) -> None:
+        """Let exactly these devices take no work."""
+        for id, device in self.devices.items():
+            if device.cordoned != (id in drained):
+                self.devices[id] = replace(device, cordoned=id in drained)
+                self.board.set_device(self.devices[id])
 
     def _look_at_budgets(self) -> None:
         """Count what runs in the budgets, and put in force what is reached."""

@@ -22,7 +22,7 @@ from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.device_meter import Interval, Key
 from app.core.simulation.replayed_lot import LotRule
-from app.core.simulation.replayed_reservations import ReservedFor
+from app.core.simulation.replayed_reservations import Maintained, ReservedFor
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 #: policy -> (one queue for all tenants?, may tasks be paused?, which tasks may pass a waiting gang)
@@ -58,6 +58,7 @@ class Setup:
     lots: Mapping[str, LotRule] = field(default_factory=dict)  # those with a rule `stop`
     budgets: Mapping[str, Budget] = field(default_factory=dict)  # of tenants and users, by id
     reserved: Sequence[ReservedFor] = ()
+    maintained: Sequence[Maintained] = ()
     begins_us: int = 0  # when its clock is at 0, in µs since 1970, for budgets and reservations
 
 
@@ -84,6 +85,7 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
         lots=setup.lots,
         budgets=setup.budgets,
         reserved=reserved,
+        maintained=setup.maintained,
         begins_us=setup.begins_us,
         go_on=go_on,
     )

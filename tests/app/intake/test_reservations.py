@@ -19,6 +19,7 @@ from app.db.models import (
     Tenant,
     User,
 )
+from app.insight import simulations
 from app.intake import recurrences, reservations
 from app.scheduling import snapshot_reader
 
@@ -262,6 +263,14 @@ def test_inside_its_window_a_reservation_is_guaranteed(root, isle, kind, session
         )
     ).all()
     assert [one["window"] for one in told] == ["begins", "ends"]
+
+
+def test_replay_knows_the_windows(root, isle, kind, session):
+    reserve(root, devices={kind: 1}, user_id="usr_red.member", rule="FREQ=DAILY;COUNT=2")
+    reserve(root, name="repair", maintenance=True, device_ids=[isle[0].id], hours=5)
+    scene = simulations.of_made(session, isle[0].island, [], durations_known=True)
+    assert [one.owners for one in scene.reserved] == 2 * [("ten_red", "ten_root", "usr_red.member")]
+    assert [one.devices for one in scene.maintained] == [(isle[0].id,)]
 
 
 def test_service_that_was_down_at_the_begin_makes_it_true_at_its_first_look(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from app.core.fairness.budget import HOUR_US, Budget
 from app.core.fairness.reservation import ReservedTime
-from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
-from app.core.simulation.replayed_reservations import ReservedFor
+from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
+from app.core.simulation.replayed_reservations import Maintained, ReservedFor
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 HOUR_S = 3600.0
@@ -30,6 +32,10 @@ def arrival(task: str, work_s: float, at_s: float = 0.0, of: str = "a", user: st
 def window(begins_s: float, ends_s: float, devices: int, *owners: str) -> ReservedFor:
     time = ReservedTime(round(begins_s * 1e6), round(ends_s * 1e6), {"cpu": devices})
     return ReservedFor(owners, time)
+
+
+def maintained(begins_s: float, lasts_s: float, *devices: str) -> Maintained:
+    return Maintained(devices, round(begins_s * 1e6), round((begins_s + lasts_s) * 1e6))
 
 
 def replay(arrivals: list[Arrival], *reserved: ReservedFor, devices: int = 4) -> Report:
@@ -78,19 +84,24 @@ def test_after_its_window_a_task_goes_on_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_month_with_windows_keeps_what_is_promised(seed: int) -> None:
-    """Eight tenants keep all devices busy, and twelve have a window, in which work arrives at once.
-
-    Nobody waits longer there than a reclaim, and what is held in a window is what is owed, but for
-    the reclaim.
+def test_month_keeps_what_reservations_budgets_limits_and_maintenance_say(seed: int) -> None:
+    """Eight of twelve tenants keep all devices busy. Ten have a window, in which work arrives at
+    once; two have budgets, one user a limit, and devices are maintained.
     """
     chance = random.Random(seed)
+    month_s, day_s = 30 * 24 * HOUR_S, 24 * HOUR_S
+    boards = [BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(8)]
     tenants = [tenant(f"t{n}") for n in range(12)]
-    devices, month_s = 8, 30 * 24 * HOUR_S
-    arrivals = [arrival(f"busy{n}", month_s, of=f"t{n}", user="busy") for n in range(devices)]
+    limited = BoardUser(id="t9/many", tenant="t9", limit={"cpu": 2})
+    hours = Budget(grants_us={"cpu": 20 * HOUR_US}, period="week", at={100: "pause"})
+    others = [
+        *(arrival(f"busy{n}", month_s, of=f"t{n}", user="busy") for n in range(8)),
+        *(arrival(f"many{n}", 4 * HOUR_S, day_s, of="t9", user="many") for n in range(4)),
+        *(arrival(f"spent{n}", 30 * HOUR_S, of=f"t{n}", user="all") for n in (10, 11)),
+    ]
     windows, owed_s, mine = list[ReservedFor](), 0.0, list[Arrival]()
-    for n in range(12):
-        begins_s = (2 + 2 * n) * 24 * HOUR_S + chance.randrange(0, 20) * HOUR_S
+    for n in range(10):
+        begins_s = (2 + 2 * n) * day_s + chance.randrange(0, 20) * HOUR_S
         number, lasts_s = chance.randint(1, 4), 12 * HOUR_S
         windows.append(window(begins_s, begins_s + lasts_s, number, f"t{n}"))
         owed_s += number * lasts_s
@@ -98,17 +109,37 @@ def test_month_with_windows_keeps_what_is_promised(seed: int) -> None:
             arrival(f"mine{n}-{k}", lasts_s, at_s=begins_s, of=f"t{n}", user="mine")
             for k in range(number)
         ]
-    boards = [BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(devices)]
-    report = simulate(
-        [*arrivals, *mine], boards, tenants, POLICY, costs=COSTS, reserved=windows,
-        checked=False, keep_timeline=False,
-    )  # fmt: skip
-    assert all(report.waits_s[one.task] <= RECLAIM_S for one in mine)
+    cuts = [maintained(5 * day_s, 6 * HOUR_S, "d6", "d7"), maintained(25 * day_s, day_s, "d0")]
+    seen: dict[str, Any] = {
+        "costs": COSTS, "reserved": windows, "maintained": cuts, "users": [limited],
+        "budgets": {"t10": hours, "t11": hours}, "checked": False, "keep_timeline": False,
+    }  # fmt: skip
+    report = simulate([*others, *mine], boards, tenants, POLICY, **seen)
+    assert report.finished.keys() == {one.task for one in [*others, *mine]}
+    # no window is missed by more than a reclaim
+    assert max(report.waits_s[one.task] for one in mine) <= RECLAIM_S
     late_s = sum(report.finished[one.task] - one.at_s - one.work_s for one in mine)
     assert late_s <= 0.01 * owed_s
-    # before, between and inside the windows no device stood idle
-    until = simulate(
-        [*arrivals, *mine], boards, tenants, POLICY, costs=COSTS, reserved=windows,
-        checked=False, keep_timeline=False, until_s=month_s,
-    )  # fmt: skip
-    assert sum(until.device_s.values()) >= 0.999 * devices * month_s
+    # nobody is above a limit, and what budgets count is what was held
+    held = [each.held.get(("t9/many", "cpu"), 0.0) for each in report.intervals]
+    assert 0 < max(held) <= 2
+    for owner in ("t10", "t11"):
+        spent = [us for (whose, _, _), us in report.spent_us.items() if whose == owner]
+        assert len(spent) > 1
+        assert sum(spent) == round(report.device_s[f"{owner}/all"] * 1e6)
+        assert max(spent) <= hours.grants_us["cpu"] + round(RECLAIM_S * 1e6)
+    # before and inside the windows no device stands idle, but for those in maintenance
+    month = simulate([*others, *mine], boards, tenants, POLICY, **seen, until_s=month_s)
+    cut_s = sum(len(one.devices) * (one.ends_us - one.begins_us) / 1e6 for one in cuts)
+    assert sum(month.device_s.values()) >= 0.999 * (len(boards) * month_s - cut_s)
+    assert sum(month.device_s.values()) <= len(boards) * month_s - cut_s + 3 * RECLAIM_S
+
+
+def test_devices_in_maintenance_are_empty_and_serve_again() -> None:
+    cut = maintained(2 * HOUR_S, HOUR_S, "d0", "d1", "d2", "d3")
+    boards = [BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(4)]
+    report = simulate(
+        crowd(4), boards, [tenant("b")], POLICY, costs=COSTS, maintained=[cut], keep_timeline=False
+    )
+    assert set(report.pauses.values()) == {1}
+    assert all(7 * HOUR_S <= at_s <= 7 * HOUR_S + 10 for at_s in report.finished.values())
