@@ -296,7 +296,7 @@ class TestDeleteSome:
                 " now() - interval '1 h' * n from generate_series(1, 5000) n"
             )
         )
-        session.execute(text("analyze requests"))
+        session.execute(text("analyze"))
         old = select(Request.id).where(retention._has_ended(), retention._is_old())
         words = (
             old.order_by(Request.ended_at)
