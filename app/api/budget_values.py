@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from datetime import datetime
-from difflib import get_close_matches
 from typing import Any
 from zoneinfo import ZoneInfo
 
 from app.api.schemas.base import KIND
 from app.api.schemas.budgets import BudgetIn, Days
-from app.core.fairness.budget import ALL, HOUR_US, MOST_PERCENT, Budget, budget_of, timezones
+from app.api.times import unknown_zone
+from app.core.fairness.budget import ALL, HOUR_US, MOST_PERCENT, Budget, budget_of
 from app.core.model.fields import Fault, escaped
 from app.errors import BadInput
 
@@ -45,10 +45,7 @@ def _faults(given: BudgetIn) -> Iterator[Fault]:
         if int(percent) > MOST_PERCENT:
             told = f"must be a percentage of 1 to {MOST_PERCENT}"
             yield Fault(f"/budget/at/{percent}", told, "percent")
-    if given.timezone not in timezones():
-        told = f"there is no time zone {given.timezone!r}"
-        if near := get_close_matches(given.timezone, timezones(), 1):
-            told += f"; did you mean {near[0]}?"
+    if told := unknown_zone(given.timezone):
         yield Fault("/budget/timezone", told, "timezone")
 
 

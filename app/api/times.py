@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from app.core.fairness.budget import timezones
 from app.errors import BadInput
 
 
@@ -38,6 +40,15 @@ Time = Annotated[
 Instant = Annotated[
     datetime, Field(strict=False), AfterValidator(_aware), BeforeValidator(_written)
 ]
+
+
+def unknown_zone(name: str) -> str:
+    """Return why there is no such time zone, with the name that may be meant; "" if there is."""
+    if name in timezones():
+        return ""
+    told = f"there is no time zone {name!r}"
+    near = get_close_matches(name, timezones(), 1)
+    return f"{told}; did you mean {near[0]}?" if near else told
 
 
 def day(text: str, where: str) -> datetime | None:

@@ -27,7 +27,10 @@ _KNOWN = ("FREQ", "INTERVAL", "COUNT", "UNTIL", "BYDAY", "BYMONTHDAY")
 def windows(
     begins_at: datetime, ends_at: datetime, *, rule: str, zone: ZoneInfo
 ) -> list[tuple[datetime, datetime]]:
-    """Return the (begin, end) of each window in UTC, the first one given; without a rule only it.
+    """Return the (begin, end) of each window in UTC.
+
+    Without a rule it is the one given. With a rule they are those that the rule names from its
+    begin on, so the given one is the first of them only if the rule names it.
 
     Raises ValueError if the rule is not one that can be taken, or gives more than MOST_WINDOWS.
     """
@@ -78,6 +81,7 @@ def _starts(rule: str, local: datetime, zone: ZoneInfo) -> Iterator[datetime]:
 
 
 def _parts(rule: str) -> dict[str, str]:
+    """Return the values of a rule by name; raises ValueError for one that is not known."""
     parts = dict[str, str]()
     for part in rule.upper().removeprefix("RRULE:").split(";"):
         name, _, value = part.partition("=")

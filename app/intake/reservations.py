@@ -37,7 +37,7 @@ _LOCK = 0x7265736572766564  # key of an advisory lock; unique in this database
 _DECIDE = text("select pg_advisory_xact_lock(:key)").bindparams(key=_LOCK)
 _TRY_TO_DECIDE = text("select pg_try_advisory_xact_lock(:key)").bindparams(key=_LOCK)
 _LEAD = timedelta(seconds=reservation.LEAD_MOST_S)
-Owner = TypeVar("Owner", Tenant, User)
+_Owner = TypeVar("_Owner", Tenant, User)
 KEPT = timedelta(days=30)  # a reservation is forgotten so long after its last window
 SEEN = timedelta(days=7)  # a device that has not reported for longer cannot be reserved
 
@@ -64,20 +64,21 @@ def reservable(session: Session, island: str) -> dict[str, int]:
     return {kind: max(0, number) for kind, number in has.items()}
 
 
-def reserved_in(session: Session, island: str, *, without: str = "") -> Reserved:
-    """Return what is reserved on an island from now on, `without` one reservation."""
-    mine = Reservation.island == island, Reservation.id != without
+def reserved_in(session: Session, island: str) -> Reserved:
+    """Return what is reserved on an island from now on."""
+    mine = Reservation.island == island
     ahead = ReservationWindow.ends_at > transactions.now(session)
     query = select(ReservationWindow, Reservation.devices).join(
         Reservation, Reservation.id == ReservationWindow.reservation_id
     )
     return Reserved.of(
         reserved_time(window.begins_at, window.ends_at, devices)
-        for window, devices in session.execute(query.where(*mine, ahead))
+        for window, devices in session.execute(query.where(mine, ahead))
     )
 
 
 def reserved_time(begins_at: datetime, ends_at: datetime, devices: dict[str, int]) -> ReservedTime:
+    """Return a window with its devices, in the form that is counted."""
     return ReservedTime(time_us(begins_at), time_us(ends_at), devices)
 
 
@@ -118,18 +119,13 @@ def put_in_force(session: Session, *, freed: Iterable[str] = ()) -> bool:
             ReservationWindow.begins_at, Reservation.id
         )
     ).all()
-    changed, in_force, back = False, list[tuple[ReservationWindow, Reservation]](), set(freed)
+    changed, back = False, set(freed)
     for window, it in rows:
         counts = _begins_at(session, window, it) <= now < window.ends_at
-        if counts:
-            in_force.append((window, it))
         if counts != window.in_force:
             window.in_force, changed = counts, True
-            if it.tenant_id is None and counts:
-                _take_out(session, window, it, it.device_ids)
-            elif it.tenant_id is None:
-                back |= _bring_back(session, window, it)
-            _write_down(session, it, "begins" if counts else "ends")
+            back |= _begin(session, window, it) if counts else _end(session, window, it)
+    in_force = [(window, it) for window, it in rows if window.in_force]
     for window, it in in_force:
         if still := back.intersection(it.device_ids):
             _take_out(session, window, it, sorted(still))
@@ -138,11 +134,26 @@ def put_in_force(session: Session, *, freed: Iterable[str] = ()) -> bool:
     return changed
 
 
+def _begin(session: Session, window: ReservationWindow, it: Reservation) -> set[str]:
+    """Note in the audit log that a window begins; maintenance drains its devices."""
+    if it.tenant_id is None:
+        _take_out(session, window, it, it.device_ids)
+    _write_down(session, it, "begins")
+    return set()
+
+
+def _end(session: Session, window: ReservationWindow, it: Reservation) -> set[str]:
+    """Note in the audit log that a window ends; return the devices that maintenance gives back."""
+    back = _bring_back(session, window, it) if it.tenant_id is None else set[str]()
+    _write_down(session, it, "ends")
+    return back
+
+
 def _begins_at(session: Session, window: ReservationWindow, it: Reservation) -> datetime:
     """Return when a window begins to count: maintenance empties its devices before it."""
     if it.tenant_id is not None:
         return window.begins_at
-    if window.in_force:
+    if window.in_force:  # it began already, whatever its tasks would need now
         return window.begins_at - _LEAD
     on_them = Placement.device_id.in_(it.device_ids) & Placement.ended_at.is_(None)
     query = select(Task.switch_us).join(Placement, Placement.task_id == Task.id).where(on_them)
@@ -170,7 +181,7 @@ def _promise(session: Session, in_force: Iterable[Reservation]) -> bool:
     return changed
 
 
-def _showing(session: Session, kind: type[Owner], wanted: Iterable[str]) -> Sequence[Owner]:
+def _showing(session: Session, kind: type[_Owner], wanted: Iterable[str]) -> Sequence[_Owner]:
     """Return the tenants or users that show a reservation, or should, with their rows locked."""
     shows = or_(kind.reserved != {}, kind.id.in_(list(wanted)))
     query = select(kind).where(shows).order_by(kind.id).with_for_update(key_share=True)
@@ -249,6 +260,7 @@ def cancel(session: Session, it: Reservation) -> None:
 
 
 def windows_of(session: Session, it: Reservation) -> list[ReservationWindow]:
+    """Return all windows of a reservation that are kept, in order."""
     query = select(ReservationWindow).where(ReservationWindow.reservation_id == it.id)
     return list(session.scalars(query.order_by(ReservationWindow.begins_at)))
 

@@ -54,7 +54,7 @@ IDLE_LIMITS = {
 }
 TARGETS = (
     "key", "user", "tenant", "webhook", "request", "task", "checkpoint", "session", "device",
-    "host", "preset", "secret",
+    "host", "preset", "secret", "reservation",
 )  # fmt: skip
 
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)

@@ -8,40 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, time, timedelta
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Caller, check_role
 from app.api.access.gate import GatedRoute
 from app.api.cursors import Paging
 from app.api.routes import reservations as of_reservations
 from app.api.schemas.reservations import ReservationIn
-from app.core.fairness.budget import time_us, timezones
+from app.api.times import unknown_zone
+from app.core.fairness.budget import time_us
 from app.db import transactions
-from app.db.models import Island, Tenant
+from app.db.models import Island
 from app.db.transactions import Db
 from app.errors import BadInput
 from app.intake import reservations
 from app.pages import forms, views
+from app.pages.admin_views import tenant_names
 from app.pages.forms import Field
+from app.pages.operator_views import platform_admin
 from app.pages.views import Sender, Visitor
 
 ON_A_PAGE = 200
 WEEKS = 6
 
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
-
-
-def sending_platform_admin(caller: Sender) -> Caller:
-    check_role(caller, "platform_admin")
-    return caller
-
-
-SendingPlatformAdmin = Annotated[Caller, Depends(sending_platform_admin, scope="function")]
 
 
 class Week(NamedTuple):
@@ -79,7 +73,7 @@ def list_reservations(request: Request, session: Db, caller: Visitor, cursor: st
         next_cursor=found["next_cursor"],
         calendar=_calendar(session, found["items"], now),
         may_change=may_change,
-        tenants=_tenants(session) if may_change else {},
+        tenants=tenant_names(session, caller) if may_change else {},
         islands=_islands(session) if may_change else {},
     )
 
@@ -113,11 +107,6 @@ def _week(begins_at: datetime, shown: Sequence[Any], most_taken: Callable[[int, 
     return Week(begins_at, most_taken(time_us(begins_at), time_us(ends_at)), tuple(sorted(names)))
 
 
-def _tenants(session: Session) -> dict[str, str]:
-    rows = session.execute(select(Tenant.id, Tenant.name).order_by(Tenant.name))
-    return {id: name for id, name in rows}
-
-
 def _islands(session: Session) -> dict[str, str]:
     names = session.scalars(select(Island.name).order_by(Island.name)).all()
     return {"": "with most of them", **{name: name for name in names}} if len(names) > 1 else {}
@@ -127,7 +116,7 @@ def _islands(session: Session) -> dict[str, str]:
 def change_reservations(
     request: Request,
     session: Db,
-    caller: SendingPlatformAdmin,
+    caller: Sender,
     do: Field = "",
     reservation: Field = "",
     name: Field = "",
@@ -147,6 +136,7 @@ def change_reservations(
         "maintain": of_reservations.create_reservation,
         "remove": of_reservations.delete_reservation,
     }
+    platform_admin(caller)
     operation = forms.chosen(do, known)
     views.acts_as(request, session, caller, operation)
     if do == "remove":
@@ -184,8 +174,8 @@ def _number(text: str) -> int:
 
 def _time(text: str, zone: str, pointer: str) -> str:
     """Return the time of a form, which is in the zone, with its offset."""
-    if zone not in timezones():
-        raise BadInput.at("/timezone", f"there is no time zone {zone!r:.80}", "timezone")
+    if told := unknown_zone(zone):
+        raise BadInput.at("/timezone", told, "timezone")
     try:
         return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone)).isoformat()
     except ValueError:

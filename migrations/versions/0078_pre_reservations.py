@@ -11,34 +11,17 @@ depends_on = None
 
 OWNERS = ("tenants", "users")
 
-#: The columns of `devices` whose change its island must see (`0069`).
-MARKING = (
-    "id",
-    "host",
-    "island",
-    "kind",
-    "threads",
-    "memory_bytes",
-    "cost_milli",
-    "cordoned",
-    "incarnation",
-    "grace_us",
-    "facts",
-    "links",
-    "secret",
-    "health",
-    "fitness",
-    "version",
-    "created_at",
-)
-
 
 def upgrade() -> None:
     op.execute("SET LOCAL lock_timeout = '5s'")  # rather fail than stop the island
     for owner in OWNERS:
         op.add_column(owner, sa.Column("reserved", JSONB(), server_default="{}", nullable=False))
     op.add_column("devices", sa.Column("maintenance", sa.Text(), server_default="", nullable=False))
-    _mark_by((*MARKING, "maintenance"))
+    # a change that its island must see
+    op.execute(
+        "create trigger touch_maintenance before update of maintenance on devices"
+        " for each row execute function touch()"
+    )
     op.create_table(
         "reservations",
         sa.Column("id", sa.Text(), nullable=False),
@@ -91,15 +74,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_table("reservation_windows")
     op.drop_table("reservations")
-    _mark_by(MARKING)
+    op.execute("drop trigger touch_maintenance on devices")
     op.drop_column("devices", "maintenance")
     for owner in OWNERS:
         op.drop_column(owner, "reserved")
-
-
-def _mark_by(columns: tuple[str, ...]) -> None:
-    op.execute("drop trigger touch on devices")
-    op.execute(
-        f"create trigger touch before update of {', '.join(columns)} on devices"
-        " for each row execute function touch()"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any
@@ -21,8 +20,8 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import KIND, Page
 from app.api.schemas.reservations import FreeTimesOut, ReservationIn, ReservationOut
-from app.api.times import Time
-from app.core.fairness.budget import time_at, timezones
+from app.api.times import Time, unknown_zone
+from app.core.fairness.budget import time_at
 from app.core.fairness.reservation import ReservedTime, Shortage
 from app.core.units import counted
 from app.db import tenant_tree, transactions
@@ -75,7 +74,8 @@ def create_reservation(
         for begins_at, ends_at in found
     )
     session.flush()
-    _put_in_force(session, it)
+    if reservations.put_in_force(session):
+        after_commit(session, partial(outbox.nudge_island, it.island))
     response.headers["Location"] = f"/v1/reservations/{it.id}"
     return _shown(session, [it])[0]
 
@@ -97,7 +97,6 @@ def list_reservations(paging: Paged, caller: Authed, session: Db) -> dict[str, A
     "/reservations:free",
     response_model=FreeTimesOut,
     summary="Find when devices can be reserved",
-    responses=declared(404),
 )
 def list_free_times(
     caller: Authed,
@@ -173,10 +172,7 @@ def _island(
 
 
 def _windows(body: ReservationIn, now: datetime) -> Windows:
-    if body.timezone not in timezones():
-        told = f"there is no time zone {body.timezone!r}"
-        if near := get_close_matches(body.timezone, timezones(), 1):
-            told += f"; did you mean {near[0]}?"
+    if told := unknown_zone(body.timezone):
         raise BadInput.at("/timezone", told, "timezone")
     if body.ends_at <= max(body.begins_at, now):
         raise BadInput.at("/ends_at", "must be after begins_at and in the future", "window")
@@ -298,11 +294,6 @@ def _free_times(
     taken = reservations.reserved_in(session, island)
     found = islice(taken.free_times(wanted, has, lasting_us=lasting_us), _MOST_FREE)
     return [{"begins_at": time_at(begins), "ends_at": time_at(ends)} for begins, ends in found]
-
-
-def _put_in_force(session: Session, it: Reservation) -> None:
-    if reservations.put_in_force(session):
-        after_commit(session, partial(outbox.nudge_island, it.island))
 
 
 # --- answers --------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ _TENANT = "The tenant for which the devices are guaranteed; default: that of `us
 _USER = "The only user of the tenant for whom they are guaranteed."
 _RULE = (
     "How the window repeats, as in RFC 5545: `FREQ` (DAILY, WEEKLY, MONTHLY), `INTERVAL`, `BYDAY`, "
-    "`BYMONTHDAY`, and `COUNT` or `UNTIL`; at most 1,000 windows in two years. Windows keep the "
-    "hours of the time zone's clock."
+    "`BYMONTHDAY`, and `COUNT` or `UNTIL`; at most 1,000 windows in two years. The first window is "
+    "the first that the rule names. Windows keep the hours of the time zone's clock."
 )
 _ZONE = "The time zone in which the window repeats, such as Europe/Berlin."
 _ISLAND = "The island whose devices are meant; default: the one with most of them."

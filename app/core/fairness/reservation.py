@@ -41,7 +41,7 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Knows how many devices of a kind are taken at each time.
+    """Knows how many devices of each kind are taken at each time.
 
     `instants` are those at which this changes, by kind in order, and `levels` hold what is taken
     from each of them on.
@@ -52,6 +52,7 @@ class Reserved:
 
     @classmethod
     def of(cls, times: Iterable[ReservedTime]) -> Reserved:
+        """Add up what the windows take."""
         changes: dict[str, Counter[int]] = defaultdict(Counter)
         for begins_us, ends_us, devices in times:
             for kind, number in devices.items():
