@@ -279,7 +279,9 @@ def _told(session: Session, it: Reservation, short: Shortage, has: dict[str, int
 
 
 def _text(at: datetime) -> str:
-    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    """Return a time in words; with its second if there is one, so that short windows differ."""
+    clock = "%H:%M:%S" if at.second else "%H:%M"
+    return f"{at.astimezone(UTC):%Y-%m-%d {clock}} UTC"
 
 
 def _free_times(
