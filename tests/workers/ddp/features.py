@@ -543,7 +543,7 @@ def send_recv(ctx):
     assert back.item() == right + 0.5
     if rank == 0:
         sources = sorted(dist.recv(torch.zeros(1), tag=2) for _ in range(n - 1))
-        assert sources == list(range(1, n))
+        assert sources == list(range(1, n)), sources
     else:
         dist.send(torch.ones(1), dst=0, tag=2)
     objects = [{"of": rank}]
