@@ -22,6 +22,7 @@ from tests.security.devices import attack, longest_silence_s
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 from workers.device.host_devices import HostDevice, HostDevices, ServedDevice
 from workers.device.processes import resident as residents
+from workers.device.stays.spawning import LOCK_WAIT_S
 from workers.device.supervisor import Supervisor
 from workers.transfer.host_context import CannotServe, House, locked, next_incarnation
 
@@ -236,8 +237,10 @@ def test_stop_lets_all_devices_leave_at_the_same_time(hosts):
     supervisors = [rig.supervisor for rig in host.rigs]
     host.served.stop()
     assert all(supervisor.has_left and not supervisor.failure for supervisor in supervisors)
-    for rig in host.rigs:  # the lock of the device is free
-        locked(rig.house.run / f"{rig.house.device}.lock", 0.0)
+    # The residents' processes hold the lock until the kernel has ended them, which a next worker
+    # waits for.
+    for rig in host.rigs:
+        locked(rig.house.run / f"{rig.house.device}.lock", LOCK_WAIT_S)
 
 
 class TestNews:
