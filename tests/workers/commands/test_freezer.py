@@ -164,6 +164,7 @@ def test_parent_that_waits_for_its_child_to_begin_a_program_stops_too(tree, ask,
 
 FORKS = """
 import os, sys, time
+open(sys.argv[1] + ".begun", "w").close()
 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
 os.fork()
 time.sleep(60)
@@ -173,7 +174,7 @@ time.sleep(60)
 def test_child_that_is_born_while_its_parent_is_looked_at_stops_too(tree, tmp_path):
     file = str(tmp_path / "forks")
     tree(f"subprocess.Popen([sys.executable, '-c', {FORKS!r}, {file!r}]).pid")
-    until(lambda: names(tree))
+    until((tmp_path / "forks.begun").exists)  # before, it may wait for a disk, and does not fork
     tree(f"fork_while_looked_at({file!r})")
     assert tree("tree.freeze(30)") == "None"
     pids = eval(tree("tree.pids()"))
