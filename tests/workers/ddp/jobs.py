@@ -361,6 +361,42 @@ def mismatched(ctx, order=None):
         dist.all_reduce(torch.zeros(4))
 
 
+def others_go_on(ctx, rounds=100):
+    """Rank 1 leaves the default group at once; the other two go on with messages."""
+    if ctx.rank == 1:
+        dist.destroy_process_group()
+        return "left"
+    found = torch.zeros(1)
+    for number in range(rounds):
+        time.sleep(0.005)
+        if ctx.rank == 0:
+            dist.send(torch.full((1,), float(number)), dst=2)
+            assert dist.recv(found) == 2
+        else:
+            dist.recv(found, src=0)
+            dist.send(2 * found, dst=0)
+    return found.item()
+
+
+def messages_beside_a_barrier(ctx, tags=8):
+    """Rank 0 receives from any rank while rank 1 is in a monitored barrier and sends nothing."""
+    store, sources = dist.distributed_c10d._get_default_store(), []
+    if ctx.rank == 0:
+        works = [dist.irecv(torch.zeros(1), tag=tag) for tag in range(tags)]
+        store.set("posted", "")
+        for work in works:
+            work.wait()
+            sources.append(work._source_rank())
+    else:
+        store.wait(["posted"])
+    if ctx.rank == 2:
+        time.sleep(0.2)  # rank 1 comes to its barrier first
+        for tag in range(tags):
+            dist.send(torch.ones(1), dst=0, tag=tag)
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return sources
+
+
 def other_shapes(ctx):
     dist.all_reduce(torch.zeros(4 + ctx.rank))
 

@@ -55,6 +55,17 @@ def test_groups_that_are_dropped_at_random_moments_keep_the_bits(
     assert stories[0]["built"] > 3
 
 
+def test_ranks_go_on_with_messages_when_another_has_left_their_group(gangs: Gangs) -> None:
+    stories = _native(gangs, "jobs:others_go_on", holds=2)
+    assert _rows(stories) == [198.0, "left", 99.0]
+    assert stories[0]["built"] > 1
+
+
+def test_messages_of_a_monitored_barrier_are_not_received_by_the_script(gangs: Gangs) -> None:
+    """Torch's gloo sends them with tags from 0 on, counted anew in each group that it makes."""
+    assert _rows(_native(gangs, "jobs:messages_beside_a_barrier"))[0] == [2] * 8
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_forty_runs_of_holds_at_random_moments_are_right(gangs: Gangs, ranks: int) -> None:

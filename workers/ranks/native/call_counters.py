@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
 from workers.ranks.shared_memory import GROUPS, Arena
-from workers.ranks.turns import TEXT, Turns, fail
+from workers.ranks.turns import TEXT, RankState, Turns, fail, state
 
 # Words of the table's head, behind those of `turns`, `rendezvous` and `kv_store`.
 HOLD = 24  # number of the order that lasts; 0 while the gate is open
@@ -71,21 +71,34 @@ class CallCounters:
         """
         self._raise()
         try:
-            if (self.words[HOLD] or self.words[DROP] != self.built) and not passes:
-                self._wait_at_gate()
+            if not passes:
+                self._wait_at_gate(self._may_pass)
             self._count(index, text, shown)
             yield
         finally:
             self._lower()
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Let no order come to its point while this runs."""
+    def departure(self) -> Iterator[None]:
+        """Wait at the gate, then let no order come to its point while this rank leaves a group, or
+        the gang.
+
+        Another rank that still builds its groups needs this one.
+        """
         self._raise()
         try:
+            self._wait_at_gate(self._may_leave)
             yield
         finally:
             self._lower()
+
+    def leave(self, index: int) -> None:
+        """Say in the table that this rank is no longer a member of the group."""
+        self.words[counts_at(self.arena, index) + self.rank] = -1
+
+    def is_member(self, index: int, rank: int) -> bool:
+        """True unless the rank is no member of the group, or has left it."""
+        return self.words[counts_at(self.arena, index) + rank] >= 0
 
     def _raise(self) -> None:
         with self._lock:
@@ -95,20 +108,29 @@ class CallCounters:
         with self._lock:
             self.words[self.me + INSIDE] -= 1
 
-    def _wait_at_gate(self) -> None:
-        """Wait until the gate is open and the groups are there, or until this rank is behind."""
-        while not self._may_pass():
+    def _wait_at_gate(self, may: Callable[[], bool]) -> None:
+        while not may():
             self._lower()
             try:
                 self.arena.wait_while(HOLD, self.words[HOLD], GATE_S)
+                self.turns.check()
             finally:
                 self._raise()
 
     def _may_pass(self) -> bool:
+        """True if the gate is open and the groups are there, or if this rank is behind."""
         if self.error is not None:
             raise RuntimeError(f"its groups could not be built anew: {self.error}")
         is_there = self.words[DROP] == self.built
         return is_there and (not self.words[HOLD] or self._is_behind())
+
+    def _may_leave(self) -> bool:
+        return self._may_pass() and all(map(self._has_built, range(self.arena.ranks)))
+
+    def _has_built(self, rank: int) -> bool:
+        """True unless the rank is still to build its groups anew."""
+        is_there = state(self.arena, rank) not in (RankState.NEW, RankState.DONE)
+        return not is_there or self.words[self.arena.rank(rank) + BUILT] == self.words[DROP]
 
     def _is_behind(self) -> bool:
         words, arena = self.words, self.arena
@@ -165,11 +187,6 @@ class CallCounters:
             self.words[counts_at(self.arena, index) + self.rank] += 1
 
     # --- orders ---
-
-    def wait_for_order(self) -> None:
-        """Wait until no order lasts, and the groups that were dropped are there again."""
-        while self.words[HOLD] or self.words[DROP] != self.built:
-            self.arena.wait_while(HOLD, self.words[HOLD], GATE_S)
 
     @property
     def built(self) -> int:

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 BACKEND = "native"
 
+#: Changes the tag of a message on its way to torch's own group.  Gloo's monitored_barrier sends
+#: messages, too, with tags from 0 on that each new group counts anew (`monitoredBarrier` in torch's
+#: ProcessGroupGloo.cpp).  A receive from any rank would take them for the script's own.
+_TAG_BIT = 1 << 30
+
 #: What c10d calls on a group -> how a call is named to people.
 _COLLECTIVES = {
     "allreduce": "all_reduce",
@@ -63,8 +68,12 @@ class NativeWork(Work):
     and a message may be waited for only once.
     """
 
-    def __init__(self, inner: Any, came: Callable[[int], None] | None = None) -> None:
-        """Hold torch's own handle; `came` is told the source of a receive from any rank."""
+    def __init__(self, inner: Any, came: Callable[[int], int] | None = None) -> None:
+        """Hold torch's own handle.
+
+        `came` gets the place inside from which a receive from any rank came, -1 if it has failed,
+        and returns the sender's place in the group.
+        """
         super().__init__()
         self._inner, self._came, self._source = inner, came, -1
         self._future: torch.futures.Future[Any] | None = None
@@ -96,7 +105,7 @@ class NativeWork(Work):
             except BaseException as error:
                 self._error = error
             if self._came is not None:
-                self._came(self._source)
+                self._source = self._came(self._source)
             if self._future is None:
                 self._future = _future_of(inner)
             self._inner = None
@@ -135,6 +144,11 @@ class NativeWork(Work):
     _source_rank = source_rank
 
 
+def inner_tag(tag: int) -> int:
+    """Return the tag that a message has inside; a tag below 0 is left for torch to refuse."""
+    return tag ^ _TAG_BIT if tag >= 0 else tag
+
+
 def _future_of(inner: Any) -> torch.futures.Future[Any] | None:
     try:
         future: torch.futures.Future[Any] = inner.get_future()
@@ -158,6 +172,8 @@ class NativeGroup(OwnGroup):
         self.under_way: deque[NativeWork] = deque()
         self._ends = threading.Lock()
         self.inner: Any = None
+        self.there: list[int] = []  # the members of `inner`, by their place in this group
+        self.is_closed = False
         with owner.counters.call(self.index, "new_group"):
             owner.build(self, owner.counters.built)
             owner.groups.append(self)
@@ -171,14 +187,14 @@ class NativeGroup(OwnGroup):
         shown: Any = None,
         *,
         index: int | None = None,
-        came: Callable[[int], None] | None = None,
+        came: Callable[[int], int] | None = None,
     ) -> NativeWork:
         """Issue a call inside; returns its handle."""
+        if self.is_closed:
+            raise RuntimeError(f"group {self.title!r} was destroyed")
         self._forget_ended()
         at, owner = self.index if index is None else index, self.owner
         with owner.counters.call(at, text, _shown(shown), passes=owner.is_called_back()):
-            if self.inner is None:
-                raise RuntimeError(f"a rank of group {self.title!r} has ended, or it was destroyed")
             work = NativeWork(issued(self.inner), came)
             self.under_way.append(work)
         return work
@@ -198,14 +214,35 @@ class NativeGroup(OwnGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> NativeWork:
         text, index = self.message(self.me, dst, tag)
-        return self.issue(text, lambda inner: inner.send(tensors, dst, tag), tensors, index=index)
+        return self.issue(
+            text,
+            lambda inner: inner.send(tensors, self._inside(dst), inner_tag(tag)),
+            tensors,
+            index=index,
+        )
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> NativeWork:
         text, index = self.message(src, self.me, tag)
-        return self.issue(text, lambda inner: inner.recv(tensors, src, tag), tensors, index=index)
+        return self.issue(
+            text,
+            lambda inner: inner.recv(tensors, self._inside(src), inner_tag(tag)),
+            tensors,
+            index=index,
+        )
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> NativeWork:
         return self.owner.receive_from_any(self, tensors, tag)
+
+    def _inside(self, member: int) -> int:
+        """Return the place of a member in `inner`; raises RuntimeError if the member has left."""
+        if member not in self.there:
+            raise RuntimeError(f"rank {self.ranks[member]} has left group {self.title!r}")
+        return self.there.index(member)
+
+    def _must_be_whole(self) -> None:
+        if len(self.there) < len(self.ranks):
+            left = [rank for at, rank in enumerate(self.ranks) if at not in self.there]
+            raise RuntimeError(f"ranks {left} have left group {self.title!r}")
 
     def message(self, src: int, dst: int, tag: int) -> tuple[str, int]:
         """Return the name of a message, and the index of its channel, a group of two."""
@@ -233,6 +270,7 @@ class NativeGroup(OwnGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         more = {} if timeout is None else {"timeout": timeout}
         with self.owner.counters.call(self.index, "monitored_barrier"):
+            self._must_be_whole()
             self.inner.monitored_barrier(wait_all_ranks=wait_all_ranks, **more)
 
     # --- deadlines and the end ---
@@ -260,7 +298,12 @@ def _collective(name: str, text: str) -> Callable[..., NativeWork]:
     def method(self: NativeGroup, *arguments: Any, **named: Any) -> NativeWork:
         given = arguments if arguments and arguments[-1] is not None else arguments[:-1]
         shown = arguments[0] if arguments else None
-        return self.issue(text, lambda inner: getattr(inner, name)(*given, **named), shown)
+
+        def issued(inner: Any) -> Any:
+            self._must_be_whole()
+            return getattr(inner, name)(*given, **named)
+
+        return self.issue(text, issued, shown)
 
     method.__name__ = name
     return method

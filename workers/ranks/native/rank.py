@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from workers.hardware.accelerator import device_types
 from workers.ranks.native.call_counters import BUILT, DROP, DROPPED, HOLD, CallCounters
-from workers.ranks.native.group import BACKEND, NativeGroup, NativeWork
+from workers.ranks.native.group import BACKEND, NativeGroup, NativeWork, inner_tag
 from workers.ranks.own_group import replace_functions
 from workers.ranks.process_group import SharedStore
 from workers.ranks.rendezvous import Rendezvous
@@ -85,9 +85,9 @@ class NativeRank:
         self.finish()
 
     def finish(self) -> None:
-        """Mark this rank as done.  An order is waited for: others build their groups with it."""
-        self.counters.wait_for_order()
-        self.turns.finish()
+        """Mark this rank as done."""
+        with self.counters.departure():
+            self.turns.finish()
 
     def boundary(self, step: int, seats: int | None = None) -> None:
         """Do nothing: these ranks keep their devices, and stop between any two calls."""
@@ -109,20 +109,30 @@ class NativeRank:
         return key, index
 
     def build(self, group: NativeGroup, order: int) -> None:
-        """Make torch's own group, after this order; waits until all members make it."""
+        """Make torch's own group, after this order, of the members that have not left it; waits
+        until all these make it.
+
+        Two members may still send each other messages when a third has left.
+        """
         prefix = f"{BACKEND}/{group.key} of {group.ranks} after {order}"
-        store = PrefixStore(prefix, self.keys)
-        group.inner = _inner(store, group.me, len(group.ranks), self.kind)
+        group.there = [at for at, rank in enumerate(group.ranks) if self._is_in(group, rank)]
+        store, place = PrefixStore(prefix, self.keys), group.there.index(group.me)
+        group.inner = _inner(store, place, len(group.there), self.kind)
+
+    def _is_in(self, group: NativeGroup, rank: int) -> bool:
+        has_ended = state(self.turns.arena, rank) == RankState.DONE
+        return not has_ended and self.counters.is_member(group.index, rank)
 
     def close(self, group: NativeGroup) -> None:
         """Close a group; may be called twice, since c10d both aborts and shuts down."""
         if group not in self.groups:
             return
-        with self.counters.inside():
+        with self.counters.departure():
             group.settle()
             self.groups.remove(group)
-            group.inner = None
+            group.inner, group.is_closed = None, True
             for index, size in ((group.index, len(group.ranks)), *group.channels.values()):
+                self.counters.leave(index)
                 self.exchange.left(index, size)
             group.channels.clear()
 
@@ -131,14 +141,16 @@ class NativeRank:
     ) -> NativeWork:
         """Receive from whichever rank sends first."""
 
-        def came(source: int) -> None:
+        def came(place: int) -> int:
+            source = group.there[place] if place >= 0 else -1
             if source >= 0:
                 self.counters.received(group.message(source, group.me, tag)[1])
             self.counters.wait_for_any(-1)
+            return source
 
         def issued(inner: Any) -> Any:
             self.counters.wait_for_any(1)
-            return inner.recv_anysource(tensors, tag)
+            return inner.recv_anysource(tensors, inner_tag(tag))
 
         text = "a receive from any rank"
         index = group.channel((-1, group.me, tag), f"{text}, tag {tag}", [self.number])
@@ -197,15 +209,10 @@ class NativeRank:
         self.words[self.counters.me + DROPPED] = order
 
     def _build_all(self, order: int) -> None:
-        """Build torch's own groups anew, in a sequence that is the same for all ranks.
-
-        A group with a rank that has ended makes no call any more.
-        """
+        """Build torch's own groups anew, in a sequence that is the same for all ranks."""
         self.times_built += 1
         for group in sorted(self.groups, key=lambda group: group.index):
-            ends = [state(self.turns.arena, rank) == RankState.DONE for rank in group.ranks]
-            if not any(ends):
-                self.build(group, order)
+            self.build(group, order)
 
 
 # --- torch's own groups ---------------------------------------------------------------------------
