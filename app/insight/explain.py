@@ -47,7 +47,7 @@ from app.core.scheduling.blockers import WaitingBefore, WaitingBranch, before
 from app.core.scheduling.board import MILLI, Board
 from app.db import gc_freeze, transactions
 from app.db.lines import IN_LINE
-from app.db.models import Island, Lot, Placement
+from app.db.models import Island, Lot, Placement, Reservation, ReservationWindow
 from app.db.models import Request as RequestRow
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
@@ -363,6 +363,7 @@ class _Kept:
     lock: threading.Lock = field(default_factory=threading.Lock)
     since: int = 0  # the oldest transaction with changes that may still be unread
     tenants: dict[str, BoardTenant] = field(default_factory=dict)
+    reserved: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # by island
     booked: dict[str, tuple[str, int]] = field(default_factory=dict)  # user -> (tenant, faded)
     used: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by subtree
     in_line: dict[str, _InLine] = field(default_factory=dict)
@@ -418,13 +419,14 @@ class _Kept:
                 name=row.name,
                 weight=row.weight_milli,
                 parent=parent,
-                guarantee=owed(row.guarantee, *row.reserved.values()),
+                guarantee=row.guarantee,
                 limit=row.limit,
                 most_running=row.max_running,
                 carried_us=int(row.carried),
                 exhausted=row.exhausted,
                 budget_ends_s=float(row.budget_ends_s or 0.0),
             )
+            self.reserved[row.id] = row.reserved
             for line in self.in_line.values():
                 line.stale.add(row.id)
         if moved:
@@ -432,6 +434,11 @@ class _Kept:
             for tenant, faded in self.booked.values():
                 self._use(tenant, faded)
         return moved
+
+    def tenant_on(self, island: str, id: str) -> BoardTenant:
+        """Return a tenant as an island sees it: what is reserved there counts as guaranteed."""
+        tenant, here = self.tenants[id], self.reserved[id].get(island)
+        return replace(tenant, guarantee=owed(tenant.guarantee, here)) if here else tenant
 
     def _use(self, tenant: str, faded: int) -> None:
         for id in self.path(tenant):
@@ -522,9 +529,9 @@ class _Picture:
         kept, board = self.kept, self.board
         above_them = {id for user in found.values() for id in kept.path(user.tenant)}
         new = sorted(above_them - board.tenants.keys())
-        board.tenants |= {id: kept.tenants[id] for id in new}
+        board.tenants |= {id: kept.tenant_on(self.island, id) for id in new}
         for id in new:
-            board.set_tenant(kept.tenants[id])
+            board.set_tenant(board.tenants[id])
         for id in sorted(found):
             board.set_user(replace(found[id], faded_us=kept.booked.get(id, ("", 0))[1]))
         for id in (*new, *found):
@@ -593,7 +600,7 @@ class _Picture:
         """Return the party of a tenant; None if none of its tasks waits, or if a limit excludes all
         of them.
         """
-        waiting, tenant = self.line.waiting[kind].get(id, 0), self.kept.tenants[id]
+        waiting, tenant = self.line.waiting[kind].get(id, 0), self.kept.tenant_on(self.island, id)
         if waiting <= 0:
             return None
         widths, unit = self.line.widths[kind][id], self.unit(kind)
@@ -647,10 +654,10 @@ class _Picture:
             borrows = branch.borrows(lane(kind, max(1, widths // waiting)))
             used = self.board.tree.usage(branch) + branch.lifts.get(kind, 0)
             return WaitingBranch(id, used, weight, fee, waiting, borrows)
-        tenant = self.kept.tenants.get(id)
-        owed = tenant.guarantee.get(kind, 0) if tenant is not None else 0
+        known = id in self.kept.tenants  # otherwise it is a user
+        promised = self.kept.tenant_on(self.island, id).guarantee.get(kind, 0) if known else 0
         used = faded * MILLI + self.line.lifted(id, kind)
-        return WaitingBranch(id, used, weight, fee, waiting, owed * waiting < widths)
+        return WaitingBranch(id, used, weight, fee, waiting, promised * waiting < widths)
 
 
 def _rest(tenant: str) -> str:
@@ -691,7 +698,9 @@ class _Answer:
             key = blockers.alike(self.board, task)
             if key not in seen:
                 gangs = picture.line.gangs[task.kind] > 0
-                seen[key] = blockers.find_blockers(self.board, task, gangs=gangs)
+                found_here = blockers.find_blockers(self.board, task, gangs=gangs)
+                until_s = self._reserved_until_s(task) if found_here.guaranteed else 0.0
+                seen[key] = replace(found_here, reserved_until_s=until_s)
             ahead, crowd = self._ahead(task, ranks[task.id])
             reasons += says.waiting(task, seen[key], ahead)
             gang = picture.widest_gang(task.kind) if seen[key].kept else 0
@@ -717,6 +726,18 @@ class _Answer:
             starts = forecast.in_order([estimate for *_, estimate in line], self.board.now_s)
             found |= {id: start for (_, id, _), start in zip(line, starts, strict=True)}
         return found
+
+    def _reserved_until_s(self, task: BoardTask) -> float:
+        """Return when the last window in force ends that reserves devices of the task's kind for
+        others; 0 if there is none.
+        """
+        query = select(func.max(ReservationWindow.ends_at)).join(
+            Reservation, Reservation.id == ReservationWindow.reservation_id
+        )
+        others = Reservation.tenant_id.not_in(self.board.path_of(task.tenant))
+        here = Reservation.island == self.picture.island, Reservation.devices.has_key(task.kind)
+        ends_at = self.session.scalar(query.where(ReservationWindow.in_force, others, *here))
+        return float(ends_at.timestamp()) if ends_at else 0.0
 
     def _expected(
         self,

@@ -228,6 +228,7 @@ class Blockers:
     own_soon: int = 0  # own tasks on devices that give way after their minute (F8)
     minute_s: float = 0.0  # length of that minute in s, or of the holder's slice if it is longer
     guaranteed: int = 0  # number of better served holders that hold no more than their guarantee
+    reserved_until_s: float = 0.0  # when the last reservation for others ends that is in force
     protected: int = 0  # number of better served holders that must not be paused now
     shed: bool = False  # True: the promise of the task's own tier cannot be kept
     # devices that are up but take no work, because their workers stop
@@ -856,6 +857,9 @@ def _promises(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
         holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
         told = f"{holds} {_is(seen.guaranteed)} guaranteed to others who use them."
         until, change = "those tasks finish", Change(action="free_devices", value=1, of=task.kind)
+        if seen.reserved_until_s:
+            told += f" A reservation for them ends at {minute(seen.reserved_until_s)}."
+            until += ", or the reservation ends"
         yield _reason("GUARANTEED_TO_OTHERS", told, until, change)
     if seen.protected:
         holds = f"{seen.protected} {_plural(_what(task), seen.protected)}"

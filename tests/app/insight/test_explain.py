@@ -19,7 +19,18 @@ from app.core.model.device_choice import with_packages
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions
-from app.db.models import Account, Island, Lot, Need, Placement, RequestNeed, Task, User
+from app.db.models import (
+    Account,
+    Island,
+    Lot,
+    Need,
+    Placement,
+    RequestNeed,
+    Reservation,
+    ReservationWindow,
+    Task,
+    User,
+)
 from app.insight import explain, forecast
 from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
@@ -553,6 +564,25 @@ def test_every_code_and_action_is_in_the_docs():
     )
     actions = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", page))
     assert set(waiting_reasons.ACTIONS) <= actions
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_task_is_told_until_when_a_reservation_holds_the_devices(session, scenery, told, where):
+    scene = Scene(session, scenery)
+    task = scene.guaranteed_to_others()[0]
+    island = task.island if where == "here" else scenery.add(Island(name=where)).name
+    scene.b.guarantee, scene.b.reserved = {}, {island: {"cpu": 1}}
+    times = {"begins_at": datetime.now(UTC), "ends_at": datetime(2100, 1, 2, 3, 4, tzinfo=UTC)}
+    mine = {"island": island, "tenant_id": scene.b.id, "devices": {"cpu": 1}}
+    made = scenery.add(Reservation(id="res_1", name="workshop", **mine, **times))
+    session.flush()
+    scenery.add(ReservationWindow(reservation_id=made.id, in_force=True, **times))
+    why = told(task).get("GUARANTEED_TO_OTHERS")
+    if where == "elsewhere":
+        assert why is None
+    else:
+        assert why["message"].endswith("A reservation for them ends at 2100-01-02 03:04 UTC.")
+        assert why["unblocked_by"] == "those tasks finish, or the reservation ends"
 
 
 def test_task_is_told_why_the_worker_cannot_serve_a_device(session, scenery, told):
