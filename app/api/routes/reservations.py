@@ -28,6 +28,7 @@ from app.db import tenant_tree, transactions
 from app.db.ids import new_id
 from app.db.models import Device, Island, Reservation, ReservationWindow, Tenant, User
 from app.db.transactions import Db, after_commit
+from app.db.user_limits import bound_of
 from app.errors import BadInput, Conflict, NotFound
 from app.intake import recurrences, reservations
 from app.messaging import outbox
@@ -237,20 +238,27 @@ def _guarantee(session: Session, body: ReservationIn) -> Reservation:
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     if user is not None and user.tenant_id != tenant_id:
         raise BadInput.at("/user_id", f"{user.name} is a user of another tenant", "unknown-user")
-    _check_limits(session, body, tenant_id)
+    _check_limits(session, body, tenant_id, user)
     it = _new(session, body)
     it.tenant_id, it.user_id, it.devices = tenant_id, body.user_id, dict(body.devices)
     return it
 
 
-def _check_limits(session: Session, body: ReservationIn, tenant_id: str) -> None:
-    """Refuse what limits would keep the tenant from using (rule F4)."""
+def _check_limits(session: Session, body: ReservationIn, tenant_id: str, user: User | None) -> None:
+    """Refuse what limits would keep the tenant or the user from using (rule F4)."""
     ids = [each.id for each in tenant_tree.path(session, tenant_id)]
-    for tenant in session.scalars(select(Tenant).where(Tenant.id.in_(ids))):
+    limits = [
+        (it.name, it.limit) for it in session.scalars(select(Tenant).where(Tenant.id.in_(ids)))
+    ]
+    if user is not None:
+        both = select(User.limit, Tenant.user_defaults).join(Tenant, Tenant.id == User.tenant_id)
+        row = session.execute(both.where(User.id == user.id)).one()
+        limits.append((user.name, bound_of(row, "limit") or {}))
+    for name, limit in limits:
         for kind, number in body.devices.items():
-            most = min(tenant.limit.get(key, number) for key in (kind, tenant_tree.ALL))
+            most = min(limit.get(key, number) for key in (kind, tenant_tree.ALL))
             if most < number:
-                told = f"{tenant.name} has a limit of {counted(most, 'device')}; raise it first"
+                told = f"{name} has a limit of {counted(most, 'device')}; raise it first"
                 raise BadInput.at(f"/devices/{kind}", told, "limit")
 
 

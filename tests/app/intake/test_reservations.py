@@ -217,11 +217,22 @@ def test_fault_is_named_at_its_place(root, isle, more, pointer):
     assert answer.json()["errors"][0]["pointer"] == pointer
 
 
-def test_what_a_limit_forbids_is_refused(root, isle, session, kind):
-    session.get_one(Tenant, "ten_red").limit = {kind: 0}
+@pytest.mark.parametrize(
+    ("of", "limits"),
+    [
+        (Tenant, {"limit": {"*": 0}}),
+        (Tenant, {"user_defaults": {"limit": {"*": 0}}}),
+        (User, {"limit": {"*": 0}}),
+    ],
+)
+def test_what_a_limit_forbids_is_refused(root, isle, session, kind, of, limits):
+    user = "usr_red.member"
+    for name, value in limits.items():
+        setattr(session.get_one(of, "ten_red" if of is Tenant else user), name, value)
     session.commit()
-    answer = root.post("/v1/reservations", json=soon(devices={kind: 1}))
-    assert answer.json()["errors"][0]["pointer"] == f"/devices/{kind}"
+    answer = root.post("/v1/reservations", json=soon(devices={kind: 1}, user_id=user))
+    fault = answer.json()["errors"][0]
+    assert (fault["pointer"], fault["code"]) == (f"/devices/{kind}", "limit")
 
 
 def test_members_see_their_own_and_maintenance_only(root, as_, isle, kind):
