@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from app.cli.comparison import as_text
 from app.cli.tables import (
     JSON,
     Column,
@@ -260,6 +261,17 @@ MEMBERS = [
     Column("METRICS", lambda t: t["metrics"]),
     Column("ID", lambda t: t["id"], whole=True, wide=True),
 ]
+
+
+def compared(headings: Sequence[str]) -> list[Column]:
+    """Return the columns of a comparison of runs."""
+
+    def of(place: int) -> Callable[[JSON], object]:
+        return lambda row: as_text(row["values"][place])
+
+    columns = [Column(heading, of(place)) for place, heading in enumerate(headings)]
+    return [Column("FIELD", lambda row: row["field"], whole=True), *columns]
+
 
 OUTPUTS = [
     Column("TASK", lambda o: o["task"]),

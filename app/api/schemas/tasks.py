@@ -417,6 +417,25 @@ class Explained(Out):
     time: TimeSpentOut
 
 
+class AskedTaskOut(Out):
+    model_config = example(
+        task_id=EXAMPLE_TASK,
+        request_id=EXAMPLE_REQUEST,
+        descriptor={
+            "name": "train",
+            "run": {"kind": "job", "entry": "train:Train"},
+            "params": {"lr": 0.001},
+            "devices": {"kind": "cuda", "min": 1, "max": 1},
+        },
+    )
+    task_id: str
+    request_id: str
+    descriptor: dict[str, Any] = Field(
+        description="The fields of a task in a descriptor; those that were left out have their "
+        "defaults."
+    )
+
+
 class RunningFileOut(Out):
     model_config = example(path="out/model.pt", size_bytes=4_194_304, modified_at=EXAMPLE_AT)
     path: str

@@ -1,4 +1,4 @@
-"""Verbs that look at work: ps, show, members, why, logs, watch."""
+"""Verbs that look at work: ps, show, members, compare, why, logs, watch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from app.cli import names, root_command, watching, wording
+from app.cli import comparison, names, root_command, watching, wording
 from app.cli.client import JSON, Client
-from app.cli.root_command import LIVE, WORK, Format, Which, app
-from app.cli.tables import Output, err, show, show_line, table
+from app.cli.comparison import Run
+from app.cli.root_command import LIVE, WORK, Format, Several, Which, app
+from app.cli.tables import Output, err, out, show, show_line, table, words
 
 
 @app.command(rich_help_panel=WORK)
@@ -88,6 +89,59 @@ def members(
         ]
     none = "No members." if lots else "It has no lot."
     show(found, output, lambda: table(found, wording.MEMBERS, empty=none))
+
+
+@app.command(rich_help_panel=WORK)
+def compare(
+    ctx: typer.Context,
+    given: Several,
+    alike: Annotated[
+        bool, typer.Option("--alike", "-a", help="also fields that are the same in all")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print CSV")] = False,
+    output: Format = Output.table,
+) -> None:
+    """Compare up to 20 runs: what they were asked to do where it differs, and what came of it.
+
+    A lot stands for its members.
+    """
+    with root_command.connect(ctx) as client:
+        runs = [run for name in given for run in _runs(client, name)]
+    if not 2 <= len(runs) <= comparison.RUNS_MOST:
+        told = f"between 2 and {comparison.RUNS_MOST} runs can be compared, these are {len(runs)}"
+        raise typer.BadParameter(f"{told}; `roundhouse members LOT --sort METRIC` finds the best")
+    rows = comparison.compared(runs, alike=alike)
+    if as_csv:
+        for line in comparison.as_csv(runs, rows).splitlines():
+            out().print(words(line), soft_wrap=True)
+        return
+    headings = [run.heading for run in runs]
+    value = {"runs": [{"name": run.heading, "id": run.task["id"]} for run in runs], "fields": rows}
+    show(value, output, lambda: table(rows, wording.compared(headings), empty="They are alike."))
+
+
+def _runs(client: Client, given: str) -> list[Run]:
+    """Return the named run; of a lot, those of its members, up to one more than can be compared."""
+    kind, id = names.resolve(client, given)
+    if kind == "tasks":
+        tasks = [client.get(f"/v1/tasks/{id}")]
+    else:
+        tasks = client.get(f"/v1/requests/{id}")["tasks"]
+    found = []
+    for task in tasks:
+        heading = given if len(tasks) == 1 else f"{given}/{task['name']}"
+        if not task["lot"]:
+            found.append(_run(client, heading, task))
+            continue
+        most = comparison.RUNS_MOST + 1
+        members = client.get("/v1/tasks", lot=task["id"], limit=most)["items"]
+        found += [_run(client, each["name"], each) for each in reversed(members)]
+    return found
+
+
+def _run(client: Client, heading: str, task: JSON) -> Run:
+    asked = client.get(f"/v1/tasks/{task['id']}/descriptor")["descriptor"]
+    return Run(heading, asked, task)
 
 
 @app.command(rich_help_panel=WORK)

@@ -1045,6 +1045,24 @@ class TestWishes:
         assert "command.0" not in best.stdout
         assert run("members", id, "--state", "failed").exit_code == 0
 
+    def test_members_of_a_lot_are_compared_where_they_differ(self, run, service, code):
+        id, lot = _lot_of_two(run, service, code, "grid")
+        for n in range(2):
+            service.sql(
+                "update tasks set metrics = %s, descriptor = jsonb_set(descriptor, '{params}', %s)"
+                " where id = %s",
+                *(f'{{"loss": 0.{n}}}', f'{{"lr": {n}, "seed": 7}}', f"{lot}{n}"),
+            )
+        told = json.loads(run("compare", id, "-o", "json").stdout)
+        assert [each["id"] for each in told["runs"]] == [f"{lot}0", f"{lot}1"]
+        differ = [{"field": "params.lr", "values": [0, 1]}]
+        assert told["fields"] == [*differ, {"field": "metrics.loss", "values": [0.0, 0.1]}]
+        csv = "field,command.0,command.1\nparams.lr,0,1\nmetrics.loss,0.0,0.1\n"
+        assert run("compare", id, "--csv").stdout == csv
+        assert re.search(r"params\.seed +7 +7 *\n", run("compare", id, "--alike").stdout)
+        alone = run("compare", f"{id}/command.1")
+        assert (alone.exit_code, "these are 1" in alone.stderr) == (2, True)
+
     def test_checkpoints_of_a_lot_are_those_of_its_members_with_the_best_of_all(
         self, run, service, code
     ):

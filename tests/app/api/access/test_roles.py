@@ -73,6 +73,7 @@ GET    /v1/requests/{req}/logs/text     401  200  200  200  200  404  404  200  
 GET    /v1/requests/{req}/logs/stream   401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks                        401  200  200  200  200  200  200  200  work:read
 GET    /v1/tasks/{tsk}                  401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks/{tsk}/descriptor       401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks/{tsk}/outputs/y        401  410  410  410  410  404  404  410  work:read
 GET    /v1/tasks/{tsk}/explain          401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks/{tsk}/metrics          401  200  200  200  200  404  404  200  work:read

@@ -1,0 +1,78 @@
+"""Sets runs side by side: what was asked for, and what came of it, a row for each field.
+
+Nothing here calls the service, and nothing prints.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.cli.client import JSON
+
+RUNS_MOST = 20
+
+#: Fields of a task's descriptor that name it, or stand for other tasks.
+_NAMES = ("name", "needs")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Describes one task: its heading, its descriptor as it was given, and the task itself."""
+
+    heading: str
+    descriptor: JSON
+    task: JSON
+
+    def fields(self) -> JSON:
+        """Return the values by dotted field: `params.lr`, `values.seed`, `metrics.loss`."""
+        task = self.task
+        asked = {key: value for key, value in self.descriptor.items() if key not in _NAMES}
+        came = {
+            "phase": task["phase"],
+            "step": task["step"],
+            "held_s": (task["held_us"] + task["guest_held_us"]) / 1e6,
+            "metrics": task["metrics"],
+        }
+        return dict(_flat("", {**asked, "values": task["lot_values"] or {}, **came}))
+
+
+def _flat(at: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in value:
+            yield from _flat(f"{at}.{key}" if at else str(key), value[key])
+    else:
+        yield at, value
+
+
+def compared(runs: Sequence[Run], *, alike: bool = False) -> list[JSON]:
+    """Return a row {"field", "values"} for each field that differs, with a value for each run and
+    null where a run lacks the field; with `alike` for all fields.
+    """
+    found = [run.fields() for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for fields in found for name in fields):
+        values = [fields.get(name) for fields in found]
+        if alike or any(value != values[0] for value in values):
+            rows.append({"field": name, "values": values})
+    return rows
+
+
+def as_csv(runs: Sequence[Run], rows: Sequence[JSON]) -> str:
+    """Return the rows as CSV, the first line with the headings."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["field", *(run.heading for run in runs)])
+    writer.writerows([row["field"], *map(as_text, row["values"])] for row in rows)
+    return text.getvalue()
+
+
+def as_text(value: Any) -> str:
+    """Return a value as one line; nothing for null."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
