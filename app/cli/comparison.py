@@ -21,7 +21,7 @@ _NAMES = ("name", "needs")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     """Describes one task: its heading, its descriptor as it was given, and the task itself."""
 
     heading: str
@@ -49,7 +49,7 @@ def _flat(at: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield at, value
 
 
-def compared(runs: Sequence[Run], *, alike: bool = False) -> list[JSON]:
+def compared(runs: Sequence[ComparedRun], *, alike: bool = False) -> list[JSON]:
     """Return a row {"field", "values"} for each field that differs, with a value for each run and
     null where a run lacks the field; with `alike` for all fields.
     """
@@ -62,7 +62,7 @@ def compared(runs: Sequence[Run], *, alike: bool = False) -> list[JSON]:
     return rows
 
 
-def as_csv(runs: Sequence[Run], rows: Sequence[JSON]) -> str:
+def as_csv(runs: Sequence[ComparedRun], rows: Sequence[JSON]) -> str:
     """Return the rows as CSV, the first line with the headings."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -11,7 +11,7 @@ import typer
 
 from app.cli import comparison, names, root_command, watching, wording
 from app.cli.client import JSON, Client
-from app.cli.comparison import Run
+from app.cli.comparison import ComparedRun
 from app.cli.root_command import LIVE, WORK, Format, Several, Which, app
 from app.cli.tables import Output, err, out, show, show_line, table, words
 
@@ -120,7 +120,7 @@ def compare(
     show(value, output, lambda: table(rows, wording.compared(headings), empty="They are alike."))
 
 
-def _runs(client: Client, given: str) -> list[Run]:
+def _runs(client: Client, given: str) -> list[ComparedRun]:
     """Return the named run; of a lot, those of its members, up to one more than can be compared."""
     kind, id = names.resolve(client, given)
     if kind == "tasks":
@@ -139,9 +139,9 @@ def _runs(client: Client, given: str) -> list[Run]:
     return found
 
 
-def _run(client: Client, heading: str, task: JSON) -> Run:
+def _run(client: Client, heading: str, task: JSON) -> ComparedRun:
     asked = client.get(f"/v1/tasks/{task['id']}/descriptor")["descriptor"]
-    return Run(heading, asked, task)
+    return ComparedRun(heading, asked, task)
 
 
 @app.command(rich_help_panel=WORK)
