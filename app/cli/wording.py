@@ -1075,6 +1075,12 @@ def _key_state(key: JSON) -> str:
     return "expired" if over else f"until {key['expires_at']}"
 
 
+def keys_revoked(user: str, done: JSON) -> Text:
+    if not done["revoked"]:
+        return words(f"{user}: no other key was valid; nothing changed.")
+    return words(f"{user}: {counted(done['revoked'], 'key')} revoked.")
+
+
 def key(value: JSON) -> RenderableType:
     return facts(
         [

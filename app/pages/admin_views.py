@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Form, Request, Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Caller, check_role
+from app.api.access.auth import IS_VALID, Caller, check_role
 from app.api.access.gate import GatedRoute
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paging
@@ -201,11 +201,7 @@ def _good_keys(session: Session, users: list[str]) -> dict[str, Any]:
     """Return the number of valid keys of each user, and when one of them was last used."""
     query = (
         select(ApiKey.user_id, func.count().label("n"), func.max(ApiKey.last_used_at).label("used"))
-        .where(
-            ApiKey.user_id.in_(users),
-            ApiKey.revoked_at.is_(None),
-            func.coalesce(ApiKey.expires_at > func.now(), True),
-        )
+        .where(ApiKey.user_id.in_(users), *IS_VALID)
         .group_by(ApiKey.user_id)
     )
     return {row.user_id: row for row in session.execute(query)}

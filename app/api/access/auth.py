@@ -43,6 +43,8 @@ from app.settings import settings
 COOKIE = rate_limiting.SESSION_COOKIE
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 NO_SECRET = ""  # `secret_sha256` of a key without a secret
+#: Conditions on the row of a key: it is neither revoked nor expired.
+IS_VALID = (ApiKey.revoked_at.is_(None), func.coalesce(ApiKey.expires_at > func.now(), True))
 USES_EVERY_S = 60.0  # shortest time in s between two writes of `last_used_at`
 
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -140,9 +142,7 @@ def owner_of_key(session: Session, token: str) -> Caller | None:
 
 
 def _callers(*which: ColumnElement[bool]) -> Any:
-    return _owners(*which).where(
-        ApiKey.revoked_at.is_(None), func.coalesce(ApiKey.expires_at > func.now(), True)
-    )
+    return _owners(*which, *IS_VALID)
 
 
 def _owners(*which: ColumnElement[bool]) -> Any:

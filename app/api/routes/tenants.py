@@ -17,7 +17,16 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.api import budget_values
-from app.api.access.auth import NO_SECRET, AnyAdmin, Authed, Caller, check_role, id_of, new_key
+from app.api.access.auth import (
+    IS_VALID,
+    NO_SECRET,
+    AnyAdmin,
+    Authed,
+    Caller,
+    check_role,
+    id_of,
+    new_key,
+)
 from app.api.access.visibility import of_caller, visible
 from app.api.budget_values import budget_from
 from app.api.cursors import Paged
@@ -28,6 +37,7 @@ from app.api.schemas.people import (
     KeyIn,
     KeyMade,
     KeyOut,
+    KeysRevoked,
     MeOut,
     RotateKeyIn,
     TenantIn,
@@ -699,6 +709,37 @@ def revoke_key(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     return _key_out(session.execute(_keys(caller).where(ApiKey.id == id)).one())
 
 
+@users.delete(
+    "/users/{id}/keys",
+    response_model=KeysRevoked,
+    responses={
+        200: {"description": "How many keys were revoked; 0 if none was valid."},
+        **declared(403, 404),
+    },
+    summary="Revoke all keys of a user",
+)
+def revoke_user_keys(id: str, caller: AnyAdmin, session: Db) -> dict[str, int]:
+    """Ends the validity of all keys of a user at once, and signs out the browsers: for a stolen
+    laptop.  Only the key that makes this call stays valid, so that nobody locks themselves out.
+
+    A person whom an identity provider signs in can sign in again: block the person there, too.
+    """
+    user = visible(session, caller, User, id)
+    return {"revoked": _revoke_keys(session, caller, user)}
+
+
+def _revoke_keys(session: Session, caller: Caller, user: User) -> int:
+    """Revoke the valid keys of a user; return how many.  Raises Forbidden, and revokes none."""
+    others = (ApiKey.user_id == user.id, ApiKey.id != caller.key_id)
+    query = select(ApiKey).where(*others, *IS_VALID).order_by(ApiKey.id)
+    keys = session.scalars(query.with_for_update()).all()
+    for key in keys:
+        _check_role_of(key, caller)
+    for key in keys:
+        key.revoked_at = func.now()
+    return len(keys)
+
+
 def _key_to_change(session: Session, caller: Caller, id: str) -> ApiKey:
     """Return the key, with its row locked.  Raises NotFound or Forbidden."""
     row = session.execute(
@@ -709,9 +750,13 @@ def _key_to_change(session: Session, caller: Caller, id: str) -> ApiKey:
     key: ApiKey = row.ApiKey
     if key.user_id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
+    _check_role_of(key, caller)
+    return key
+
+
+def _check_role_of(key: ApiKey, caller: Caller) -> None:
     if key.role == "platform_admin" and not caller.sees_all:
         raise Forbidden("only a platform_admin may change keys with the role platform_admin")
-    return key
 
 
 def _keys(caller: Caller) -> Any:

@@ -306,6 +306,11 @@ class KeyMade(KeyOut):
     key: str = Field(description="The secret key. It is shown only once.")
 
 
+class KeysRevoked(Out):
+    model_config = example(revoked=3)
+    revoked: int = Field(description="Keys that were valid, and give no access from now on.")
+
+
 class MeOut(Out):
     model_config = example(
         user_id=EXAMPLE_USER,

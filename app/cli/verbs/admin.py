@@ -374,6 +374,18 @@ def revoke_key(ctx: typer.Context, id: _KeyId) -> None:
         client.delete(f"/v1/keys/{id}")
 
 
+@key.command("revoke-all")
+def revoke_user_keys(
+    ctx: typer.Context,
+    user: Annotated[str, typer.Argument(metavar="USER", help="name or id of the user")],
+    output: Format = Output.table,
+) -> None:
+    """Revoke all keys of a user, and sign out the browsers: for a stolen laptop."""
+    with root_command.connect(ctx) as client:
+        done = client.delete(f"/v1/users/{find_named(client, 'user', user)['id']}/keys")
+    show(done, output, lambda: wording.keys_revoked(user, done))
+
+
 @account.command("list")
 def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the service accounts of the tenants that you can see."""

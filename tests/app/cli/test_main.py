@@ -1621,6 +1621,9 @@ class TestKeys:
         shown = run("--as", "platform", "key", "list").stdout
         for word in ("work:write", "revoked", "until 20", "all"):
             assert word in shown
+        assert said("key", "revoke-all", "ci") == {"revoked": 1}
+        again = run("--as", "platform", "key", "revoke-all", "ci")
+        assert "no other key was valid" in again.stdout
 
     def test_key_has_the_name_of_its_user_by_default(self, run):
         words = ("--as", "platform", "user", "ada", "--new", "--tenant", "gamma")

@@ -85,6 +85,8 @@ class TestWhatIsWritten:
             ("key", "made"), "ten_red", {}, {"role": "viewer", "user_id": "usr_red.member"}),
         ("revokeKey", "red.tenant_admin", ("delete", "/v1/keys/{key}", None),
             ("key", "changed"), "ten_red", {"revoked_at": None}, {}),
+        ("revokeUserKeys", "red.tenant_admin", ("delete", "/v1/users/usr_red.member/keys", None),
+            ("key", "changed"), "ten_red", {"revoked_at": None}, {}),
         ("changeDevice", "root", ("patch", "/v1/devices/h.0", {"cost": 2.0}),
             ("device", "changed"), None, {"cost_milli": 1000}, {"cost_milli": 2000}),
         ("cordonDevice", "root", ("post", "/v1/devices/h.0/cordon", None),

@@ -545,6 +545,10 @@ class TestUsers:
         }
 
 
+def bearer(app, token):
+    return TestClient(app, headers={"Authorization": f"Bearer {token}"})
+
+
 class TestKeys:
     BODY = {"user_id": "usr_red.member", "role": "member", "name": "laptop"}
 
@@ -577,6 +581,36 @@ class TestKeys:
         made = root.post("/v1/keys", json=body).json()
         answer = as_("red.tenant_admin").delete(f"/v1/keys/{made['id']}")
         problem(answer, 403, "insufficient-scope")
+
+    def test_all_keys_of_a_user_are_revoked_at_once(self, as_, app, session):
+        admin = as_("red.tenant_admin")
+        made = [admin.post("/v1/keys", json=self.BODY).json() for _ in range(2)]
+        admin.delete(f"/v1/keys/{made[0]['id']}")
+        before = session.get_one(ApiKey, made[0]["id"]).revoked_at
+        assert admin.delete("/v1/users/usr_red.member/keys").json() == {"revoked": 2}
+        assert admin.delete("/v1/users/usr_red.member/keys").json() == {"revoked": 0}
+        session.expire_all()
+        assert session.get_one(ApiKey, made[0]["id"]).revoked_at == before
+        for client in (as_("red.member"), bearer(app, made[1]["key"])):
+            problem(client.get("/v1/me"), 401, "unauthenticated")
+        assert as_("red.other").get("/v1/me").is_success
+
+    def test_administrator_who_revokes_own_keys_keeps_the_one_in_use(self, as_, app):
+        admin = as_("red.tenant_admin")
+        body = self.BODY | {"user_id": "usr_red.tenant_admin", "role": "tenant_admin"}
+        stolen = admin.post("/v1/keys", json=body).json()
+        assert admin.delete("/v1/users/usr_red.tenant_admin/keys").json() == {"revoked": 1}
+        problem(bearer(app, stolen["key"]).get("/v1/me"), 401, "unauthenticated")
+        assert admin.get("/v1/me").is_success
+
+    def test_keys_are_revoked_all_or_none(self, as_, root, rows):
+        made = root.post("/v1/keys", json=self.BODY | {"role": "platform_admin"})
+        assert made.status_code == 201
+        before = rows()
+        answer = as_("red.tenant_admin").delete("/v1/users/usr_red.member/keys")
+        problem(answer, 403, "insufficient-scope")
+        assert rows() == before
+        assert root.delete("/v1/users/usr_red.member/keys").json() == {"revoked": 2}
 
     @pytest.mark.parametrize(
         ("change", "pointer"),
