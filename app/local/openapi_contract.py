@@ -6,6 +6,7 @@ It refuses to write a change under /v1 that could break clients of the previous 
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ PLACE = Path(__file__).parents[2] / "docs" / "openapi.json"
 STABLE = "/v1/"
 
 
+@functools.cache
 def current() -> str:
     """Return the OpenAPI document of this code, in the form of the file."""
     return json.dumps(create_app().openapi(), indent=1, ensure_ascii=False) + "\n"
