@@ -29,7 +29,7 @@ from tests.acceptance.test_splicing import RANKS, comes, ended_right, train, unt
 pytestmark = pytest.mark.acceptance
 
 APART = {"across_hosts": True}
-SHORT_STEP_S = 0.03  # for a job that only has to run until it could have grown
+SHORT_STEP_S = 0.08  # for a job that only has to run until it could have grown
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_two_such_gangs_and_other_jobs_take_turns(islands, undisturbed):
     """Let each island follow its own fair share: all tasks end, and no task loses a step."""
     system, _ = islands
     alpha, beta = system.client("alpha"), system.client("beta")
-    wides = {wide(client, "turns", step_s=0.05): client for client in (alpha, beta)}
+    wides = {wide(client, "turns", step_s=0.12): client for client in (alpha, beta)}
     gamma = system.client("gamma")
     small = [gamma.submit_job("train:Train", name="small", params={"steps": 60}) for _ in range(4)]
     for id, client in wides.items():

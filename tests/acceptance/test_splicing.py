@@ -11,8 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.acceptance
 
-RANKS, STEPS, STEP_S = 4, 150, 0.1
-GATED_STEP_S = 0.3  # until the gate of the job opens
+RANKS, STEPS, STEP_S = 4, 60, 0.2
+GATED_STEP_S = 0.5  # until the gate of the job opens
 
 
 @pytest.fixture(scope="module")
