@@ -89,6 +89,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
         "max_sessions",
         "max_duration_s",
         "budget",
+        "deleted_at",
     ),
     BudgetPeriod: ("adjustments",),
     ApiKey: ("user_id", "role", "scopes", "name", "replaced_by", "expires_at", "revoked_at"),

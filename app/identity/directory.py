@@ -134,7 +134,11 @@ def _tenant(session: Session, named: str) -> Tenant | None:
 
 
 def _known(session: Session, id: str) -> str | None:
-    return session.scalar(select(User.name).where(User.id == id))
+    """Return the name of the user, if there is one; raises Forbidden for a deleted one."""
+    found = session.execute(select(User.name, User.deleted_at).where(User.id == id)).one_or_none()
+    if found is not None and found.deleted_at is not None:
+        raise Forbidden("an administrator deleted your user here")
+    return found.name if found is not None else None
 
 
 def _made(session: Session, id: str, tenant: Tenant, name: str) -> str:

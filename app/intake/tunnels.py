@@ -265,7 +265,8 @@ def _why_over(session: Session, tunnel: TakenTunnel, task: Task) -> str:
     has_expired = key is not None and key.expires_at is not None and key.expires_at <= now(session)
     if key is not None and (key.revoked_at is not None or has_expired):
         return "the key that opened it was revoked or has expired"
-    if session.get(User, tunnel.call.user_id) is None:
+    user = session.get(User, tunnel.call.user_id)
+    if user is None or user.deleted_at is not None:
         return "the user that opened it was removed"
     return ""
 

@@ -108,7 +108,7 @@ def _key(session: Session, tenant: Tenant, role: str, token: str) -> str:
 
 def _user(session: Session, tenant: Tenant, name: str) -> User:
     query = select(User).where(User.tenant_id == tenant.id, User.name == name)
-    user = session.scalars(query).one_or_none()
+    user = session.scalars(query.where(User.deleted_at.is_(None))).one_or_none()
     if user is None:
         user = User(id=new_id("usr"), tenant_id=tenant.id, name=name)
         session.add(user)

@@ -142,7 +142,7 @@ def owner_of_key(session: Session, token: str) -> Caller | None:
 
 
 def _callers(*which: ColumnElement[bool]) -> Any:
-    return _owners(*which, *IS_VALID)
+    return _owners(*which, *IS_VALID, User.deleted_at.is_(None))
 
 
 def _owners(*which: ColumnElement[bool]) -> Any:

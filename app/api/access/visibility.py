@@ -46,6 +46,14 @@ def visible(
     return found
 
 
+def visible_user(session: Session, caller: Caller, id: str) -> User:
+    """Return the user; raises NotFound also for a deleted one."""
+    found = visible(session, caller, User, id)
+    if found.deleted_at is not None:
+        raise NotFound("user", id)
+    return found
+
+
 def visible_request(session: Session, caller: Caller, id: str) -> Request:
     found = visible(session, caller, Request, id)
     audit.looked(session, found)

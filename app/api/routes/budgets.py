@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from app.api import budget_values
 from app.api.access.auth import Authed, Caller, check_role
-from app.api.access.visibility import visible
+from app.api.access.visibility import visible_user
 from app.api.budget_values import hours
 from app.api.middleware import v1_router
 from app.api.problems import declared
@@ -64,7 +64,7 @@ def adjust_tenant_budget(
 )
 def get_user_budget(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows the budget of your own user, or as an admin of any user that you see."""
-    user = visible(session, caller, User, id)
+    user = visible_user(session, caller, id)
     if user.id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
     return _shown(session, user)
@@ -79,7 +79,7 @@ def get_user_budget(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 )
 def adjust_user_budget(id: str, body: AdjustmentIn, caller: Authed, session: Db) -> dict[str, Any]:
     """Adds device-hours to the present period, or takes some away, as for a tenant."""
-    user = visible(session, caller, User, id)
+    user = visible_user(session, caller, id)
     check_role(caller, "platform_admin", "tenant_admin")
     return _adjusted(session, caller, user, body)
 

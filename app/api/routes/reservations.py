@@ -228,7 +228,7 @@ def _guarantee(session: Session, body: ReservationIn) -> Reservation:
     if not body.devices:
         raise BadInput.at("/devices", "say how many devices of which kind", "required")
     user = session.get(User, body.user_id) if body.user_id else None
-    if body.user_id and user is None:
+    if body.user_id and (user is None or user.deleted_at is not None):
         raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
     tenant_id = body.tenant_id or (user.tenant_id if user else None)
     if tenant_id is None:

@@ -27,7 +27,7 @@ from app.api.access.auth import (
     id_of,
     new_key,
 )
-from app.api.access.visibility import of_caller, visible
+from app.api.access.visibility import of_caller, visible_user
 from app.api.budget_values import budget_from
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
@@ -50,6 +50,7 @@ from app.api.schemas.people import (
 )
 from app.api.versions import IfMatch, check_version, etag
 from app.core.model.fields import Fault, escaped
+from app.core.model.lifecycle import ENDED
 from app.core.model.provisions import network_policy
 from app.core.security.grants import ROLES
 from app.core.security.scopes import Scopes, within
@@ -245,8 +246,9 @@ _MAY_BE_NULL = {"max_running", "max_queued", "idle_pause_s", "session_end_s", "n
     responses=declared(403, 404, 409),
 )
 def delete_tenant(id: str, caller: Authed, session: Db) -> None:
-    """Deletes an empty tenant.  A tenant with users, requests or tenants below it stays, because
-    its usage is part of the accounts.  A tenant with webhooks stays until these are deleted.
+    """Deletes an empty tenant.  A tenant with users (also deleted ones), requests or tenants below
+    it stays, because its usage is part of the accounts.  A tenant with webhooks stays until these
+    are deleted.
     """
     tenant = tenant_to_change(session, caller, id)
     tenant_tree.lock(session)
@@ -490,7 +492,7 @@ def list_users(
     """Lists users.  A platform admin sees all of them, a tenant admin those of the own tenant and
     of tenants below it.  `service` selects only service accounts, or only people.
     """
-    query = select(User).where(of_caller(caller, User.tenant_id))
+    query = select(User).where(of_caller(caller, User.tenant_id), User.deleted_at.is_(None))
     if service is not None:
         query = query.where(User.service == service)
     if tenant_id is not None:
@@ -504,7 +506,7 @@ def list_users(
 )
 def get_user(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows your own user, or as an admin any user that you see."""
-    user = visible(session, caller, User, id)
+    user = visible_user(session, caller, id)
     if user.id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
     return _user_out(session, response, user)
@@ -527,7 +529,7 @@ def change_user(
     """Needs the user's `ETag` as `If-Match`.  A new weight counts from the next decision on, for
     usage from then on; with `for_past_usage` for all usage.
     """
-    user = visible(session, caller, User, id)
+    user = visible_user(session, caller, id)
     check_role(caller, "platform_admin", "tenant_admin")
     _lock(session, user, body)
     check_version(if_match, user.version)
@@ -541,6 +543,43 @@ def change_user(
     session.flush()
     tell_islands(session)
     return _user_out(session, response, user)
+
+
+@users.delete(
+    "/users/{id}",
+    status_code=204,
+    summary="Delete a user",
+    responses=declared(403, 404, 409),
+)
+def delete_user(id: str, caller: AnyAdmin, session: Db) -> None:
+    """Deletes a user with all keys and secrets.  Requests, usage and the audit log stay, and go on
+    naming the user; the name can be given to a new one.  A user with work that has not ended, or
+    with reservations, stays until these are gone, and so does your own user.
+
+    A person whom an identity provider names cannot come back.
+    """
+    user = visible_user(session, caller, id)
+    if user.id == caller.user_id:
+        raise Conflict("nobody can delete their own user; another administrator can")
+    _revoke_keys(session, caller, user)
+    transactions.lock_again(session, user)
+    _check_idle(session, user)
+    for secret in session.scalars(select(Secret).where(Secret.user_id == user.id)).all():
+        session.delete(secret)
+    user.deleted_at = func.now()
+
+
+def _check_idle(session: Session, user: User) -> None:
+    """Raise Conflict if the user has work that has not ended, or reservations."""
+    live = (Request.user_id == user.id, Request.state.not_in(ENDED))
+    if (request := session.scalar(select(Request).where(*live).limit(1))) is not None:
+        raise Conflict(
+            f"{user.name} has work that has not ended, such as {request.name}. Cancel it first: "
+            f"POST /v1/requests/{request.id}/cancel"
+        )
+    mine = select(Reservation.name).where(Reservation.user_id == user.id)
+    if (reserved := session.scalar(mine.limit(1))) is not None:
+        raise Conflict(f"devices are reserved for {user.name}; delete {reserved} first")
 
 
 @users.get("/me", response_model=MeOut, summary="Show who the caller is")
@@ -597,7 +636,7 @@ def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -
     if body.role == "platform_admin" and not caller.sees_all:
         raise Forbidden("only a platform_admin may create keys with the role platform_admin")
     try:
-        visible(session, caller, User, body.user_id)
+        visible_user(session, caller, body.user_id)
     except NotFound:
         told = f"there is no user with id {body.user_id}"
         raise BadInput.at("/user_id", told, "unknown-user") from None
@@ -724,7 +763,7 @@ def revoke_user_keys(id: str, caller: AnyAdmin, session: Db) -> dict[str, int]:
 
     A person whom an identity provider signs in can sign in again: block the person there, too.
     """
-    user = visible(session, caller, User, id)
+    user = visible_user(session, caller, id)
     return {"revoked": _revoke_keys(session, caller, user)}
 
 

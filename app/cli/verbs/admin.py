@@ -133,9 +133,12 @@ def user(
     max_queued: _MaxQueued = "",
     max_sessions: _MaxSessions = "",
     max_duration: _MaxDuration = "",
+    delete: Annotated[
+        bool, typer.Option("--delete", help="delete the user with all keys; the history stays")
+    ] = False,
     output: Format = Output.table,
 ) -> None:
-    """Show a user of your tenant, and change it by the given options; or create one.
+    """Show a user of your tenant, and change it by the given options; or create or delete one.
 
     `roundhouse key add USER` gives them a key.
     """
@@ -146,8 +149,13 @@ def user(
     given |= {name: _number_or_none(name, bound) for name, bound in bounds.items() if bound}
     if max_duration:
         given["max_duration_s"] = _seconds_or_none("--max-duration", max_duration)
+    if delete and (new or limit or given or for_past_usage):
+        raise typer.BadParameter("--delete needs no other options")
     with root_command.connect(ctx) as client:
         found = {} if new else find_named(client, "user", which)
+        if delete:
+            client.delete(f"/v1/users/{found['id']}")
+            return
         if limit:
             given["limit"] = _changed_kinds(found.get("limit") or {}, limit) or None
         if new:

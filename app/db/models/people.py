@@ -11,7 +11,6 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Numeric,
-    UniqueConstraint,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
@@ -84,6 +83,8 @@ class User(Base):
     `carried` is as for a tenant.
 
     `service` marks a service account: a program that uses the API; no person signs in with it.
+
+    A deleted user keeps this row, because usage and history name it; its name may be used again.
     """
 
     __tablename__ = "users"
@@ -107,11 +108,18 @@ class User(Base):
     reserved: Mapped[dict[str, Any]] = json_column()
     # channels that are told of requests that name none: {"to", "on"} each
     notify: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    deleted_at: Mapped[datetime | None]
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)
     __table_args__ = (
-        UniqueConstraint("tenant_id", "name"),
+        Index(
+            "uq_users_tenant_id_name",
+            "tenant_id",
+            "name",
+            unique=True,
+            postgresql_where=text("deleted_at is null"),
+        ),
         CheckConstraint("weight_milli > 0", name="weight_milli"),
         CheckConstraint("max_running >= 0", name="max_running"),
         CheckConstraint("max_queued >= 0", name="max_queued"),

@@ -1292,6 +1292,9 @@ class TestTenants:
         who = ("--as", "alpha:tenant_admin", "user", "grace")
         assert run(*who, "--new", "--weight", "3").exit_code == 0
         assert json.loads(run(*who, "-o", "json").stdout)["weight"] == 3.0
+        assert run(*who, "--delete", "--weight", "2").exit_code == 2
+        assert run(*who, "--delete").exit_code == 0
+        assert run(*who).exit_code == 5
         for option in ("--under", "--tenant"):
             verb = "tenant" if option == "--under" else "user"
             assert run("--as", "platform", verb, "alpha", option, "gamma").exit_code == 2

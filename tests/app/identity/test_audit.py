@@ -123,6 +123,14 @@ class TestWhatIsWritten:
         assert changed["before"] == {"params": {"threads": 1}}
         assert changed["after"] == {"params": {"threads": 2}}
 
+    def test_deletion_of_a_user_and_of_the_keys_is_recorded(self, root, log):
+        assert root.delete("/v1/users/usr_red.member").is_success
+        key, user = log()
+        assert {key["operation"], user["operation"]} == {"deleteUser"}
+        assert (key["target_kind"], key["before"]) == ("key", {"revoked_at": None})
+        assert (user["target_id"], user["tenant_id"]) == ("usr_red.member", "ten_red")
+        assert (user["before"], [*user["after"]]) == ({"deleted_at": None}, ["deleted_at"])
+
     def test_refused_call_and_call_without_effect_are_not_recorded(self, root, as_, log):
         problem(
             root.patch("/v1/tenants/ten_red", json={"weight": 2.0}), 428, "precondition-required"

@@ -122,6 +122,12 @@ class TestTokens:
         assert (after["tenant"], after["role"]) == ("platform", "platform_admin")
         assert after["user_id"] != before["user_id"]
 
+    def test_deleted_person_does_not_come_back(self, provider, calls, as_):
+        me = calls(provider.token()).get("/v1/me").json()
+        assert as_("red.tenant_admin").delete(f"/v1/users/{me['user_id']}").status_code == 204
+        found = problem(calls(provider.token()).get("/v1/me"), 403, "insufficient-scope")
+        assert "deleted" in found["detail"]
+
     def test_user_name_that_is_taken_gets_a_suffix(self, provider, calls):
         provider.control("person", **ADA | {"preferred_username": "red.member"})
         me = calls(provider.token()).get("/v1/me").json()

@@ -126,6 +126,7 @@ POST   /v1/users                        401  403  403  403  201  403  422  201  
 GET    /v1/users                        401  403  403  403  200  403  200  200  admin:read
 GET    /v1/users/usr_red.member         401  403  403  200  200  404  404  200  admin:read
 PATCH  /v1/users/usr_red.member         401  403  403  403  200  404  404  200  admin:write
+DELETE /v1/users/usr_red.member         401  403  403  403  409  403  404  409  admin:write
 DELETE /v1/users/usr_red.member/keys    401  403  403  403  200  403  404  200  admin:write
 GET    /v1/users/usr_red.member/budget  401  403  403  200  200  404  404  200  admin:read
 POST   /v1/users/usr_red.member/budget/adjustments 401 403 403 403  201  404  404  201  admin:write

@@ -9,8 +9,9 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
+from app.api.access import auth
 from app.db import tenant_tree
-from app.db.models import Account, ApiKey, Lift, Tenant, User
+from app.db.models import Account, ApiKey, Lift, Request, Reservation, Secret, Tenant, User
 from app.db.transactions import transaction
 from app.scheduling import snapshot_reader
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
@@ -543,6 +544,67 @@ class TestUsers:
             "scopes": None,
             "key_id": "",
         }
+
+
+class TestDeleteUser:
+    URL = "/v1/users/usr_red.member"
+
+    def test_deleted_user_has_no_access_and_the_history_names_it(
+        self, as_, red, submitted, session
+    ):
+        admin = as_("red.tenant_admin")
+        session.get_one(Request, submitted["id"]).state = "done"
+        mine = {"key_id": "k", "encrypted": b"", "set_by": "usr_red.member"}
+        whose = {"tenant_id": "ten_red", "user_id": "usr_red.member"}
+        session.add(Secret(id="sct_1", name="HF_TOKEN", **whose, **mine))
+        session.commit()
+        assert admin.delete(self.URL).status_code == 204
+        problem(red.get("/v1/me"), 401, "unauthenticated")
+        for again in (admin.delete(self.URL), admin.get(self.URL), admin.get(f"{self.URL}/budget")):
+            problem(again, 404, "not-found")
+        listed = admin.get("/v1/users").json()["items"]
+        assert "red.member" not in [item["name"] for item in listed]
+        assert admin.get(f"/v1/requests/{submitted['id']}").json()["user"] == "red.member"
+        assert session.scalar(select(Secret)) is None
+
+    def test_deleted_user_gets_no_key_and_its_name_is_free(self, as_, session):
+        admin = as_("red.tenant_admin")
+        assert admin.delete(self.URL).status_code == 204
+        body = {"user_id": "usr_red.member", "role": "member", "name": "k"}
+        problem(admin.post("/v1/keys", json=body), 422, "validation-error", "/user_id")
+        made = admin.post("/v1/users", json={"name": "red.member"})
+        assert made.status_code == 201
+        problem(admin.post("/v1/users", json={"name": "red.member"}), 409, "conflict-state")
+
+    def test_key_that_was_made_meanwhile_gives_no_access(self, as_, app, session):
+        assert as_("red.tenant_admin").delete(self.URL).status_code == 204
+        key = auth.new_key(session, "usr_red.member", "member", "made meanwhile")
+        session.commit()
+        problem(bearer(app, key).get("/v1/me"), 401, "unauthenticated")
+
+    def test_user_with_work_or_reservations_is_not_deleted(
+        self, as_, root, submitted, session, rows
+    ):
+        admin, before = as_("red.tenant_admin"), rows()
+        found = problem(admin.delete(self.URL), 409, "conflict-state")
+        assert f"/v1/requests/{submitted['id']}/cancel" in found["detail"]
+        assert rows() == before
+        session.get_one(Request, submitted["id"]).state = "done"
+        times = {"begins_at": func.now(), "ends_at": func.now()}
+        whose = {"tenant_id": "ten_red", "user_id": "usr_red.member", "devices": {"cpu": 1}}
+        session.add(Reservation(id="rsv_1", name="workshop", island="isle", **whose, **times))
+        session.commit()
+        assert "workshop" in problem(admin.delete(self.URL), 409, "conflict-state")["detail"]
+
+    def test_nobody_deletes_the_own_user_or_one_with_a_greater_role(self, as_, root, rows):
+        made = {"user_id": "usr_red.member", "role": "platform_admin", "name": "k"}
+        assert root.post("/v1/keys", json=made).status_code == 201
+        before = rows()
+        admin = as_("red.tenant_admin")
+        problem(admin.delete("/v1/users/usr_red.tenant_admin"), 409, "conflict-state")
+        problem(root.delete("/v1/users/usr_root"), 409, "conflict-state")
+        problem(admin.delete(self.URL), 403, "insufficient-scope")
+        assert rows() == before
 
 
 def bearer(app, token):
