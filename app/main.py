@@ -48,6 +48,7 @@ from app.api.routes import shares as share_routes
 from app.api.routes import simulations as simulation_routes
 from app.api.routes import streams
 from app.api.routes import tasks as task_routes
+from app.api.routes import tenant_work as tenant_work_routes
 from app.api.routes import tenants as tenant_routes
 from app.api.routes import tunnels as tunnel_routes
 from app.api.routes import webhooks as webhook_routes
@@ -103,6 +104,7 @@ def _routers() -> list[Any]:
         simulation_routes.router,
         tenant_routes.tenants,
         tenant_routes.users,
+        tenant_work_routes.router,
         budget_routes.router,
         reservation_routes.router,
         webhook_routes.router,

@@ -1075,6 +1075,11 @@ def _key_state(key: JSON) -> str:
     return "expired" if over else f"until {key['expires_at']}"
 
 
+def work_taken(tenant: str, done: JSON, verb: str) -> Text:
+    asked = f"{verb} requested for {counted(done['requests'], 'request')}."
+    return words(f"{tenant}: {asked if done['requests'] else f'no request to {verb}.'}")
+
+
 def keys_revoked(user: str, done: JSON) -> Text:
     if not done["revoked"]:
         return words(f"{user}: no other key was valid; nothing changed.")

@@ -179,6 +179,12 @@ class TenantOut(Out):
     created_at: datetime
 
 
+class RequestsTaken(Out):
+    model_config = example(requests=37, more=False)
+    requests: int = Field(description="Requests that this call changed; at most 50.")
+    more: bool = Field(description="True: others are left, so call again.")
+
+
 _USER_WEIGHT = "Relative share among the users of the tenant."
 
 _SERVICE = "A service account: a user that is a program and cannot sign in."

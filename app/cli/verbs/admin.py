@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -21,6 +22,19 @@ Weight = Annotated[
 ForPast = Annotated[
     bool, typer.Option("--for-past-usage", help="the weight counts for usage of the past, too")
 ]
+
+
+class WorkAction(StrEnum):
+    cancel = "cancel"
+    pause = "pause"
+    resume = "resume"
+
+
+_ACTIONS = {
+    WorkAction.cancel: "cancel",
+    WorkAction.pause: "hold",
+    WorkAction.resume: "release",
+}
 _Kinds = list[str] | None
 _A_BOUND = "a number, or none"
 _LIMIT = "maximum of devices: KIND=DEVICES or KIND=none; * means all kinds together"
@@ -79,9 +93,16 @@ def tenant(
             "replaces the list; none: nothing; inherit: as the tenant above",
         ),
     ] = None,
+    work: Annotated[
+        WorkAction | None,
+        typer.Option("--work", help="what to do with all its requests and those below it"),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Show a tenant, and change it by the given options; or create one."""
+    """Show a tenant, and change it by the given options; or create one.
+
+    `--work pause` pauses all of its requests.
+    """
     if under and not new:
         raise typer.BadParameter("--under needs --new: an existing tenant cannot be moved here")
     with root_command.connect(ctx) as client:
@@ -106,7 +127,20 @@ def tenant(
             found = client.post("/v1/tenants", {"name": which, **above, **changed})
         else:
             found = _changed(client, "tenant", found, changed)
+        if work is not None:
+            done = _change_work(client, found, _ACTIONS[work])
+            show(done, output, lambda: wording.work_taken(which, done, work.value))
+            return
     show(found, output, lambda: wording.tenant(found))
+
+
+def _change_work(client: Client, tenant: JSON, action: str) -> JSON:
+    """Cancel, hold or release the work of a tenant, call by call; return how many requests."""
+    requests, more = 0, True
+    while more:
+        done = client.post(f"/v1/tenants/{tenant['id']}/{action}")
+        requests, more = requests + done["requests"], done["more"]
+    return {"requests": requests}
 
 
 @app.command(rich_help_panel=ADMIN)

@@ -196,6 +196,7 @@ ANSWERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "channel": ("POST /channels", wording.channel),
     "reservation": ("POST /reservations", wording.reservation),
     "key": ("POST /keys", wording.key),
+    "work": ("POST /tenants/{id}/hold", lambda value: wording.work_taken("a", value, "pause")),
     "keys revoked": ("DELETE /users/{id}/keys", lambda value: wording.keys_revoked("a", value)),
     "tenant": ("GET /tenants/{id}", wording.tenant),
     "tenants": ("GET /tenants", lambda value: wording.as_tree([value])),

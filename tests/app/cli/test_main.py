@@ -1479,6 +1479,15 @@ class TestTenants:
         shown = run("show", task).stdout
         assert "huggingface.co:443: 0 connections, 0 B sent, 0 B received" in shown
 
+    def test_all_work_of_a_tenant_is_paused_resumed_and_cancelled(self, run, submitted):
+        for action in ("pause", "resume", "cancel"):
+            words = ("--as", "alpha:tenant_admin", "tenant", "alpha", "--work", action)
+            first, again = (run(*words) for _ in range(2))
+            assert first.exit_code == again.exit_code == 0, first.output
+            assert f"alpha: {action} requested for " in first.stdout
+            assert again.stdout == f"alpha: no request to {action}.\n"
+        assert run("tenant", "alpha", "--work", "pause").exit_code == 3
+
     def test_only_an_admin_changes_a_tenant(self, run):
         result = run("tenant", "alpha", "--weight", "9")
         assert result.exit_code == 3, result.output

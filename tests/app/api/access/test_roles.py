@@ -120,6 +120,9 @@ GET    /v1/tenants                      401  200  200  200  200  200  200  200  
 GET    /v1/tenants/ten_red              401  200  200  200  200  404  404  200  admin:read
 PATCH  /v1/tenants/ten_red              401  403  403  403  403  404  404  200  admin:write
 DELETE /v1/tenants/ten_red              401  403  403  403  403  404  404  409  admin:write
+POST   /v1/tenants/ten_red/cancel       401  403  403  403  202  404  404  202  admin:write
+POST   /v1/tenants/ten_red/hold         401  403  403  403  202  404  404  202  admin:write
+POST   /v1/tenants/ten_red/release      401  403  403  403  202  404  404  202  admin:write
 GET    /v1/tenants/ten_red/budget       401  200  200  200  200  404  404  200  admin:read
 POST   /v1/tenants/ten_red/budget/adjustments 401 403  403  403  403  404  404  201  admin:write
 POST   /v1/users                        401  403  403  403  201  403  422  201  admin:write
