@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from app.cli.comparison import as_text
 from app.cli.tables import (
     JSON,
     Column,
@@ -31,6 +30,7 @@ from app.cli.tables import (
     words,
 )
 from app.core import units
+from app.core.model.run_comparison import as_text
 from app.core.units import counted
 
 if TYPE_CHECKING:  # these imports would slow down every command

@@ -50,6 +50,7 @@ def routers() -> list[APIRouter]:
     from app.pages import (
         admin_views,
         channel_views,
+        comparison_views,
         operator_views,
         reservation_views,
         secret_views,
@@ -63,6 +64,7 @@ def routers() -> list[APIRouter]:
         task_forms.router,
         admin_views.router,
         channel_views.router,
+        comparison_views.router,
         operator_views.router,
         reservation_views.router,
         secret_views.router,

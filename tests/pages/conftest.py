@@ -92,7 +92,8 @@ class Service:
     def pages(self) -> tuple[str, ...]:
         request = f"/ui/requests/{self.tracked.request_id}"
         lists = ("/ui/requests", "/ui/queue", "/ui/datablocks", "/ui/environments", "/ui/secrets")
-        more = ("/ui/reservations", "/ui/requests/none", "/docs")
+        runs = f"/ui/compare?run={self.tracked.id}&run={self.waiting[0].id}"
+        more = ("/ui/reservations", runs, "/ui/requests/none", "/docs")
         return ("/ui/", "/ui/?window=1h", *lists, request, *more)
 
     @property

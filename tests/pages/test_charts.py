@@ -102,8 +102,8 @@ def test_all_but_the_eight_largest_users_are_drawn_as_one():
 
 def test_curves_of_several_tasks_share_their_axis():
     loss, other = (
-        Curve(task="a", name="loss", points=((1, 0.5), (2, 0.25))),
-        Curve(task="b", name="loss", points=((2, 0.75),)),
+        Curve(task_id="1", task="a", name="loss", points=((1, 0.5), (2, 0.25))),
+        Curve(task_id="2", task="b", name="loss", points=((2, 0.75),)),
     )
     (drawn,) = curve_charts([loss, other])
     assert drawn.tasks == ("a", "b")

@@ -30,7 +30,7 @@ from sqlalchemy.orm.attributes import instance_dict
 from app.api import cursors, downloads
 from app.api.access import tunnel_access
 from app.api.access.auth import Authed, Caller
-from app.api.access.visibility import may_act, of_caller, task_to_act_on, visible_task
+from app.api.access.visibility import of_caller, task_to_act_on, visible_task
 from app.api.cursors import Paged, PagedBy200
 from app.api.downloads import Download
 from app.api.middleware import v1_router
@@ -206,15 +206,10 @@ def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
 )
 def get_asked_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows the descriptor of the task, with defaults for what it left out.  A member of a lot has
-    its own values in it.
-
-    Values of `env` are null for callers who may not act on the task: people put tokens there.
+    its own values in it.  Of secrets only the names are there.
     """
     task = visible_task(session, caller, id)
-    asked = dict(task.descriptor)
-    if not may_act(caller, task):
-        asked["env"] = dict.fromkeys(asked.get("env") or {})
-    return {"task_id": task.id, "request_id": task.request_id, "descriptor": asked}
+    return {"task_id": task.id, "request_id": task.request_id, "descriptor": task.descriptor}
 
 
 OutputName = Annotated[

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from app.cli import comparison, names, root_command, watching, wording
+from app.cli import names, root_command, watching, wording
 from app.cli.client import JSON, Client
-from app.cli.comparison import ComparedRun
 from app.cli.root_command import LIVE, WORK, Format, Several, Which, app
 from app.cli.tables import Output, err, out, show, show_line, table, words
+from app.core.model import run_comparison
+from app.core.model.run_comparison import ComparedRun
 
 
 @app.command(rich_help_panel=WORK)
@@ -107,16 +108,18 @@ def compare(
     """
     with root_command.connect(ctx) as client:
         runs = [run for name in given for run in _runs(client, name)]
-    if not 2 <= len(runs) <= comparison.RUNS_MOST:
-        told = f"between 2 and {comparison.RUNS_MOST} runs can be compared, these are {len(runs)}"
+    if not 2 <= len(runs) <= run_comparison.RUNS_MOST:
+        told = (
+            f"between 2 and {run_comparison.RUNS_MOST} runs can be compared, these are {len(runs)}"
+        )
         raise typer.BadParameter(f"{told}; `roundhouse members LOT --sort METRIC` finds the best")
-    rows = comparison.compared(runs, alike=alike)
+    rows = run_comparison.compared(runs, alike=alike)
     if as_csv:
-        for line in comparison.as_csv(runs, rows).splitlines():
+        for line in run_comparison.as_csv(runs, rows).splitlines():
             out().print(words(line), soft_wrap=True)
         return
     headings = [run.heading for run in runs]
-    value = {"runs": [{"name": run.heading, "id": run.task["id"]} for run in runs], "fields": rows}
+    value = {"runs": [{"name": run.heading, "id": run.id} for run in runs], "fields": rows}
     show(value, output, lambda: table(rows, wording.compared(headings), empty="They are alike."))
 
 
@@ -133,7 +136,7 @@ def _runs(client: Client, given: str) -> list[ComparedRun]:
         if not task["lot"]:
             found.append(_run(client, heading, task))
             continue
-        most = comparison.RUNS_MOST + 1
+        most = run_comparison.RUNS_MOST + 1
         members = client.get("/v1/tasks", lot=task["id"], limit=most)["items"]
         found += [_run(client, each["name"], each) for each in reversed(members)]
     return found
@@ -141,7 +144,16 @@ def _runs(client: Client, given: str) -> list[ComparedRun]:
 
 def _run(client: Client, heading: str, task: JSON) -> ComparedRun:
     asked = client.get(f"/v1/tasks/{task['id']}/descriptor")["descriptor"]
-    return ComparedRun(heading, asked, task)
+    return ComparedRun(
+        id=task["id"],
+        heading=heading,
+        descriptor=asked,
+        values=task["lot_values"] or {},
+        phase=task["phase"],
+        step=task["step"],
+        held_us=task["held_us"] + task["guest_held_us"],
+        metrics=task["metrics"],
+    )
 
 
 @app.command(rich_help_panel=WORK)

@@ -20,6 +20,7 @@ from app.core.model.phase import request_phase
 from app.core.model.provisions import process_images
 from app.core.model.provisions.artifacts import dropped_told
 from app.core.model.provisions.resources import Resources, of_amounts
+from app.core.model.run_comparison import ComparedRun
 from app.core.model.rungs import HELD_AT_RUNG
 from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant, User
 from app.insight import explain, phases
@@ -498,9 +499,32 @@ def log_tail(
 class Curve:
     """A number that a task's steps returned, as (step, value) in order of steps."""
 
+    task_id: str
     task: str
     name: str
     points: tuple[tuple[int, float], ...]
+
+
+def compared_runs(session: Session, tasks: Sequence[Task]) -> list[ComparedRun]:
+    """Return the tasks for a comparison, each under the name of its request and its own, as
+    `roundhouse` names it.
+    """
+    ids = {task.request_id for task in tasks}
+    rows = session.execute(select(Request.id, Request.name).where(Request.id.in_(ids)))
+    names = {row.id: row.name for row in rows}
+    return [
+        ComparedRun(
+            id=task.id,
+            heading=f"{names[task.request_id]}/{task.name}",
+            descriptor=task.descriptor,
+            values=task.lot_values or {},
+            phase=phases.of_task(task),
+            step=task.step,
+            held_us=task.total_held_us + task.held_us + task.guest_held_us,
+            metrics=task.metrics,
+        )
+        for task in tasks
+    ]
 
 
 def curves(
@@ -513,14 +537,14 @@ def curves(
     range are kept, and the first and the last row.  So each point is a row, and no extreme is lost.
     Of the members of lots only these are read.
     """
-    found: dict[tuple[str, str], set[tuple[int, float]]] = defaultdict(set)
+    found: dict[tuple[str, str, str], set[tuple[int, float]]] = defaultdict(set)
     given = {"request": request, "members": [*members], "points": points}
-    for task, name, *rows in session.execute(_CURVES, given):
+    for id, task, name, *rows in session.execute(_CURVES, given):
         line = ((int(row[0]), float(row[1])) for row in rows if row is not None)
-        found[task, name] |= {point for point in line if isfinite(point[1])}
+        found[id, task, name] |= {point for point in line if isfinite(point[1])}
     return [
-        Curve(task=task, name=name, points=tuple(sorted(line)))
-        for (task, name), line in found.items()
+        Curve(task_id=id, task=task, name=name, points=tuple(sorted(line)))
+        for (id, task, name), line in found.items()
         if line
     ]
 
@@ -529,7 +553,7 @@ def curves(
 _CURVES = text(
     """
     with numbers as (
-        select t.name as task, one.key as name, m.step, one.value::numeric as value,
+        select t.id, t.name as task, one.key as name, m.step, one.value::numeric as value,
             case when rows <= :points then m.step
                 else div((m.step - first)::numeric * (:points / 2), last - first + 1) end as range
         from tasks t
@@ -544,16 +568,16 @@ _CURVES = text(
         where (t.request_id = :request and t.lot_index is null or t.id = any(:members))
             and jsonb_typeof(one.value) = 'number'
     ), ranges as (
-        select task, name, range, min(array[value, step]) as lowest,
+        select id, task, name, range, min(array[value, step]) as lowest,
             max(array[value, step]) as highest, min(array[step, value]) as first,
             max(array[step, value]) as last
-        from numbers group by task, name, range
+        from numbers group by id, task, name, range
     )
-    select task, name, array[lowest[2], lowest[1]],
+    select id, task, name, array[lowest[2], lowest[1]],
         case when highest <> lowest then array[highest[2], highest[1]] end,
         case when lag(range) over line is null then nullif(first, array[lowest[2], lowest[1]]) end,
         case when lead(range) over line is null then nullif(last, array[lowest[2], lowest[1]]) end
-    from ranges window line as (partition by task, name order by range)
-    order by task, name, range
+    from ranges window line as (partition by id, name order by range)
+    order by task, id, name, range
     """
 )

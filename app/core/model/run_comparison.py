@@ -1,6 +1,6 @@
 """Sets runs side by side: what was asked for, and what came of it, a row for each field.
 
-Nothing here calls the service, and nothing prints.
+The command and the pages show the same rows.
 """
 
 from __future__ import annotations
@@ -12,33 +12,47 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.cli.client import JSON
+from app.core.model.fields import JSON
 
 RUNS_MOST = 20
 
 #: Fields of a task's descriptor that name it, or stand for other tasks.
 _NAMES = ("name", "needs")
+_GIVEN = ("ROUNDHOUSE_ARRAY_INDEX",)  # variables that each member of a lot is given
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """Describes one task: its heading, its descriptor as it was given, and the task itself."""
+    """Describes one task: its heading, its descriptor, and what came of it.
 
+    `values` are those that the matrix or search of a lot has for it, `metrics` the newest ones.
+    """
+
+    id: str
     heading: str
     descriptor: JSON
-    task: JSON
+    values: JSON
+    phase: str
+    step: int
+    held_us: int
+    metrics: JSON
 
     def fields(self) -> JSON:
-        """Return the values by dotted field: `params.lr`, `values.seed`, `metrics.loss`."""
-        task = self.task
+        """Return the values by dotted field: `params.lr`, `values.seed`, `metrics.loss`.
+
+        Values of a lot that are parameters as well stand there once.
+        """
         asked = {key: value for key, value in self.descriptor.items() if key not in _NAMES}
+        params, env = asked.get("params") or {}, asked.get("env") or {}
+        asked["env"] = {key: env[key] for key in env if key not in _GIVEN}
+        values = {key: it for key, it in self.values.items() if params.get(key) != it}
         came = {
-            "phase": task["phase"],
-            "step": task["step"],
-            "held_s": (task["held_us"] + task["guest_held_us"]) / 1e6,
-            "metrics": task["metrics"],
+            "phase": self.phase,
+            "step": self.step,
+            "held_s": self.held_us / 1e6,
+            "metrics": self.metrics,
         }
-        return dict(_flat("", {**asked, "values": task["lot_values"] or {}, **came}))
+        return dict(_flat("", {**asked, "values": values, **came}))
 
 
 def _flat(at: str, value: Any) -> Iterator[tuple[str, Any]]:
