@@ -380,6 +380,7 @@ ADDRESSES = {
     "/ui/queue": ["/ui/queue"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
+    "/ui/compare": ["/ui/compare?run={}"],
     "/ui/tenants": ["/ui/tenants"],
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
     "/ui/members/limits": [],  # it only takes a form
