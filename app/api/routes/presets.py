@@ -29,6 +29,10 @@ TaskType = Annotated[
 Kind = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="The device kind.")]
 
 
+# The audit log records the state before each change, so writers take turns; readers go on.
+_ONE_WRITER = text("lock table presets in share row exclusive mode")
+
+
 @router.get("/presets", response_model=Page[PresetOut], summary="List presets")
 def list_presets(caller: Authed, session: Db) -> dict[str, Any]:
     """Lists all presets; there are few."""
@@ -72,9 +76,7 @@ def put_preset(
         )
     if faults := preset.check(body.params, kind=kind):
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
-    # One writer at a time, so that the audit log records the state before each change; readers go
-    # on.
-    session.execute(text("lock table presets in share row exclusive mode"))
+    session.execute(_ONE_WRITER)
     row = session.get(Preset, (task_type, kind))
     if row is None:
         row = Preset(task_type=task_type, kind=kind, params=body.params)
@@ -84,3 +86,17 @@ def put_preset(
     session.flush()
     session.refresh(row)
     return row
+
+
+@router.delete(
+    "/presets/{task_type}/{kind}",
+    status_code=204,
+    summary="Delete a preset",
+    responses=declared(403, 404),
+)
+def delete_preset(task_type: TaskType, kind: Kind, caller: PlatformAdmin, session: Db) -> None:
+    """Applies from the next launch on: such tasks get the preset of the type `*`, or else the
+    defaults.
+    """
+    session.execute(_ONE_WRITER)
+    session.delete(get_preset(task_type, kind, caller, session))

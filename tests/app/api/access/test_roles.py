@@ -183,6 +183,7 @@ GET    /v1/audit-events/verification    401  403  403  403  403  403  403  200  
 GET    /v1/presets                      401  200  200  200  200  200  200  200  devices:read
 GET    /v1/presets/train/cpu            401  200  200  200  200  200  200  200  devices:read
 PUT    /v1/presets/train/cpu            401  403  403  403  403  403  403  200  devices:write
+DELETE /v1/presets/train/cpu            401  403  403  403  403  403  403  204  devices:write
 GET    /v1/mounts                       401  200  200  200  200  200  200  200  devices:read
 GET    /v1/environments                 401  200  200  200  200  200  200  200  work:read
 GET    /v1/environments/{env}           401  200  200  200  200  404  404  200  work:read

@@ -201,6 +201,15 @@ class TestPresets:
         assert as_("red.viewer").get(self.URL).json() == body
         assert as_("red.viewer").get("/v1/presets").json()["items"] == [body]
 
+    def test_deleted_preset_is_gone(self, root):
+        assert root.put(self.URL, json={"params": {"threads": 2}}).is_success
+        assert root.delete(self.URL).status_code == 204
+        told = root.get("/v1/audit-events").json()["items"][0]
+        assert (told["operation"], told["before"]["params"]) == ("deletePreset", {"threads": 2})
+        problem(root.get(self.URL), 404, "not-found")
+        problem(root.delete(self.URL), 404, "not-found")
+        assert root.put(self.URL, json={"params": {"threads": 3}}).json()["version"] == 1
+
     def test_preset_may_apply_to_all_types(self, root):
         assert root.put("/v1/presets/*/cpu", json={"params": {}}).json()["task_type"] == "*"
 
