@@ -98,7 +98,7 @@ _WENT = {
 
 
 def ended(request: JSON) -> RenderableType:
-    held = sum(map(_device_us, request["tasks"]))
+    held = sum(map(device_us, request["tasks"]))
     pauses = sum(task["pauses"] for task in request["tasks"])
     lost = sum(task["lost_steps"] for task in request["tasks"])
     counts = f"{counted(pauses, 'pause')}, {counted(lost, 'lost step')}"
@@ -111,7 +111,7 @@ def ended(request: JSON) -> RenderableType:
     return Group(told, *_results(request["tasks"]), *map(failure, failed))
 
 
-def _device_us(task: JSON) -> int:
+def device_us(task: JSON) -> int:
     """The time on the task's slot and on devices lent to it, in microseconds."""
     return int(task["held_us"] + task["guest_held_us"])
 
@@ -245,7 +245,7 @@ TASKS = [
     Column("STATE", lambda t: lot(t) or _task_state(t)),
     Column("DEVICE", lambda t: _seats(t) or (t["image_on"] and f"({t['image_on']})")),
     Column("STEP", lambda t: t["step"] or None, right=True),
-    Column("HELD", lambda t: seconds(_device_us(t)), right=True),
+    Column("HELD", lambda t: seconds(device_us(t)), right=True),
     Column("PAUSES", lambda t: t["pauses"], right=True),
     Column("LOST", lambda t: t["lost_steps"], right=True),
     Column("METRICS", lambda t: t["metrics"]),
@@ -257,7 +257,7 @@ MEMBERS = [
     Column("VALUES", lambda t: t["lot_values"]),
     Column("STATE", lambda t: _task_state(t)),
     Column("STEP", lambda t: t["step"] or None, right=True),
-    Column("HELD", lambda t: seconds(_device_us(t)), right=True),
+    Column("HELD", lambda t: seconds(device_us(t)), right=True),
     Column("METRICS", lambda t: t["metrics"]),
     Column("ID", lambda t: t["id"], whole=True, wide=True),
 ]
@@ -471,7 +471,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("needs", [need["task"] for need in value["needs"]] or None),
             ("comes after", comes_after([value]) or None),
             ("step", value["step"]),
-            ("held", seconds(_device_us(value))),
+            ("held", seconds(device_us(value))),
             ("pauses", value["pauses"]),
             ("steps lost", value["lost_steps"]),
             ("peak memory", _peaks(value)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
-from sqlalchemy import select
+from sqlalchemy import not_, select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Caller
@@ -20,6 +20,7 @@ from app.errors import BadInput
 from app.insight import reports
 from app.pages import charts, views
 from app.pages.views import Visitor
+from app.scheduling.journal.lots import IS_LOT
 
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
@@ -60,14 +61,15 @@ def compare_runs(
 
 
 def _tasks(session: Session, caller: Caller, id: str) -> list[Task]:
-    """Return the task of this id, or the tasks of the request, up to one more than can be
-    compared.
+    """Return the task of this id, the members of the lot, or the tasks of the request: up to one
+    more than can be compared.
     """
-    if not id.startswith("req_"):
-        return [visible_task(session, caller, id)]
-    mine = Task.request_id == visible_request(session, caller, id).id
-    is_lot = Task.lot_id.is_not(None) & Task.lot_index.is_(None)
-    query = select(Task).where(mine, ~is_lot).order_by(Task.ordinal, Task.lot_index)
+    if id.startswith("req_"):
+        which = Task.request_id == visible_request(session, caller, id).id
+    else:
+        task = visible_task(session, caller, id)
+        which = Task.lot_id == id if task.lot_id == id else Task.id == id
+    query = select(Task).where(which, not_(IS_LOT)).order_by(Task.ordinal, Task.lot_index)
     return list(session.scalars(query.limit(RUNS_MOST + 1)))
 
 

@@ -14,7 +14,7 @@ from app.cli.client import JSON, Client
 from app.cli.root_command import LIVE, WORK, Format, Several, Which, app
 from app.cli.tables import Output, err, out, show, show_line, table, words
 from app.core.model import run_comparison
-from app.core.model.run_comparison import ComparedRun
+from app.core.model.run_comparison import RUNS_MOST, ComparedRun
 
 
 @app.command(rich_help_panel=WORK)
@@ -107,15 +107,15 @@ def compare(
     A lot stands for its members.
     """
     with root_command.connect(ctx) as client:
-        runs = [run for name in given for run in _runs(client, name)]
-    if not 2 <= len(runs) <= run_comparison.RUNS_MOST:
-        told = (
-            f"between 2 and {run_comparison.RUNS_MOST} runs can be compared, these are {len(runs)}"
-        )
-        raise typer.BadParameter(f"{told}; `roundhouse members LOT --sort METRIC` finds the best")
+        found = [each for name in given for each in _named_runs(client, name)]
+        if not 2 <= len(found) <= RUNS_MOST:
+            told = f"between 2 and {RUNS_MOST} runs can be compared, these are {len(found)}"
+            hint = "`roundhouse members LOT --sort METRIC` finds the best"
+            raise typer.BadParameter(f"{told}; {hint}")
+        runs = [_run(client, heading, task) for heading, task in found]
     rows = run_comparison.compared(runs, alike=alike)
     if as_csv:
-        for line in run_comparison.as_csv(runs, rows).splitlines():
+        for line in run_comparison.as_csv(runs, rows).removesuffix("\n").split("\n"):
             out().print(words(line), soft_wrap=True)
         return
     headings = [run.heading for run in runs]
@@ -123,22 +123,24 @@ def compare(
     show(value, output, lambda: table(rows, wording.compared(headings), empty="They are alike."))
 
 
-def _runs(client: Client, given: str) -> list[ComparedRun]:
-    """Return the named run; of a lot, those of its members, up to one more than can be compared."""
+def _named_runs(client: Client, given: str) -> list[tuple[str, JSON]]:
+    """Return the named tasks, each with its heading; of a lot its members, up to one more than can
+    be compared.
+    """
     kind, id = names.resolve(client, given)
     if kind == "tasks":
         tasks = [client.get(f"/v1/tasks/{id}")]
     else:
         tasks = client.get(f"/v1/requests/{id}")["tasks"]
-    found = []
+    found = list[tuple[str, JSON]]()
     for task in tasks:
         heading = given if len(tasks) == 1 else f"{given}/{task['name']}"
         if not task["lot"]:
-            found.append(_run(client, heading, task))
+            found.append((heading, task))
             continue
-        most = run_comparison.RUNS_MOST + 1
-        members = client.get("/v1/tasks", lot=task["id"], limit=most)["items"]
-        found += [_run(client, each["name"], each) for each in reversed(members)]
+        members = client.get("/v1/tasks", lot=task["id"], limit=RUNS_MOST + 1)["items"]
+        request = given.partition("/")[0]
+        found += [(f"{request}/{each['name']}", each) for each in reversed(members)]
     return found
 
 
@@ -151,7 +153,7 @@ def _run(client: Client, heading: str, task: JSON) -> ComparedRun:
         values=task["lot_values"] or {},
         phase=task["phase"],
         step=task["step"],
-        held_us=task["held_us"] + task["guest_held_us"],
+        held_us=wording.device_us(task),
         metrics=task["metrics"],
     )
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core.model.fields import JSON
+from app.core.model.lot_members import INDEX_VARIABLE
 
 RUNS_MOST = 20
 
 #: Fields of a task's descriptor that name it, or stand for other tasks.
 _NAMES = ("name", "needs")
-_GIVEN = ("ROUNDHOUSE_ARRAY_INDEX",)  # variables that each member of a lot is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,14 @@ class ComparedRun:
     metrics: JSON
 
     def fields(self) -> JSON:
-        """Return the values by dotted field: `params.lr`, `values.seed`, `metrics.loss`.
+        """Return what the run was asked to do and what came of it, by dotted field: `params.lr`,
+        `values.seed`, `metrics.loss`.
 
-        Values of a lot that are parameters as well stand there once.
+        A value of a lot that is also a parameter of the same name is left out.
         """
         asked = {key: value for key, value in self.descriptor.items() if key not in _NAMES}
         params, env = asked.get("params") or {}, asked.get("env") or {}
-        asked["env"] = {key: env[key] for key in env if key not in _GIVEN}
+        asked["env"] = {key: env[key] for key in env if key != INDEX_VARIABLE}
         values = {key: it for key, it in self.values.items() if params.get(key) != it}
         came = {
             "phase": self.phase,
@@ -86,7 +87,7 @@ def as_csv(runs: Sequence[ComparedRun], rows: Sequence[JSON]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as one line; nothing for null."""
+    """Return a text as it is, nothing for null, and any other value as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

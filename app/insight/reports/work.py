@@ -506,9 +506,7 @@ class Curve:
 
 
 def compared_runs(session: Session, tasks: Sequence[Task]) -> list[ComparedRun]:
-    """Return the tasks for a comparison, each under the name of its request and its own, as
-    `roundhouse` names it.
-    """
+    """Return the tasks for a comparison, each under the heading REQUEST/TASK."""
     ids = {task.request_id for task in tasks}
     rows = session.execute(select(Request.id, Request.name).where(Request.id.in_(ids)))
     names = {row.id: row.name for row in rows}

@@ -1057,7 +1057,7 @@ class TestWishes:
         assert [each["id"] for each in told["runs"]] == [f"{lot}0", f"{lot}1"]
         differ = [{"field": "params.lr", "values": [0, 1]}]
         assert told["fields"] == [*differ, {"field": "metrics.loss", "values": [0.0, 0.1]}]
-        csv = "field,command.0,command.1\nparams.lr,0,1\nmetrics.loss,0.0,0.1\n"
+        csv = f"field,{id}/command.0,{id}/command.1\nparams.lr,0,1\nmetrics.loss,0.0,0.1\n"
         assert run("compare", id, "--csv").stdout == csv
         assert re.search(r"params\.seed +7 +7 *\n", run("compare", id, "--alike").stdout)
         alone = run("compare", f"{id}/command.1")

@@ -61,6 +61,20 @@ def test_fields_that_differ_are_shown_with_the_metrics_of_each_run(look, made):
     assert "checkpoint.keep" in look(*made, alike="yes").text
 
 
+def test_lot_stands_for_its_members(look, red, session):
+    tasks = [{"name": name, **RUN} for name in ("many", "first", "second")]
+    made = red.post("/v1/requests", json=descriptor(tasks=tasks)).json()
+    lot, *members = [task["id"] for task in made["tasks"]]
+    for index, id in enumerate((lot, *members), start=-1):
+        place = None if id == lot else index
+        session.execute(update(Task).where(Task.id == id).values(lot_id=lot, lot_index=place))
+    session.commit()
+    for run in (lot, made["id"]):
+        page = look(run, alike="yes").text
+        assert "Comparison of 2 runs" in page
+        assert page.index("/first<") < page.index("/second<")
+
+
 def test_comparison_is_sent_as_csv(look, made):
     answer = look(*made, form="csv")
     assert answer.headers["content-disposition"] == 'attachment; filename="comparison.csv"'

@@ -368,7 +368,7 @@ def others_go_on(ctx, rounds=100):
         return "left"
     found = torch.zeros(1)
     for number in range(rounds):
-        time.sleep(0.005)
+        time.sleep(0.005)  # so that orders come between the messages
         if ctx.rank == 0:
             dist.send(torch.full((1,), float(number)), dst=2)
             assert dist.recv(found) == 2
