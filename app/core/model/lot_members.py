@@ -18,10 +18,9 @@ from app.core.model.descriptor import Descriptor, TaskDescriptor, faults_of_task
 from app.core.model.fields import NAME, NAME_RULE, Fault, escaped
 from app.core.model.lifecycle import State
 from app.core.model.provisions.lot_values import Scalar
-from app.core.model.provisions.lots import MOST_MEMBERS
+from app.core.model.provisions.lots import INDEX_VARIABLE, MOST_MEMBERS
 from app.core.model.provisions.stop_rule import MOST_STOPPED
 
-INDEX_VARIABLE = "ROUNDHOUSE_ARRAY_INDEX"
 _PLACE = re.compile(r"\$\{(array|matrix|search)\.([A-Za-z_]\w*)\}", re.ASCII)
 _INDEX = ("array", "index")
 _MOST_NAME = 63 - len(f".{MOST_MEMBERS - 1}")  # characters of a lot's name

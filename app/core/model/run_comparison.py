@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.core.model.fields import JSON
-from app.core.model.lot_members import INDEX_VARIABLE
+from app.core.model.provisions.lots import INDEX_VARIABLE
 
 RUNS_MOST = 20
 

@@ -33,6 +33,7 @@ MOST_EXCLUDED = 32  # entries of `exclude`
 MOST_AT_ONCE = 10_000
 USUAL_AT_ONCE = 1000
 EXCLUDE = "exclude"
+INDEX_VARIABLE = "ROUNDHOUSE_ARRAY_INDEX"  # the environment of a member has its index in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
