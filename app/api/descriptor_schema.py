@@ -468,8 +468,10 @@ _TASK = _object(
                         },
                         ["metric"],
                     ),
-                    "description": "keeps the best checkpoints of a job beside the newest, by the"
-                    " metric at their step or last before it. They are not deleted for their age",
+                    "description": "keeps the best checkpoints of a job or a command beside the"
+                    " newest, by the metric at their step or last before it; of a command, by the"
+                    " last value that it wrote before its files were copied. They are not deleted"
+                    " for their age",
                 },
             }
         ),

@@ -46,6 +46,7 @@ class Keeping:
         self._done = False
         self._began_s = 0.0
         self._index_bytes = 0  # size of the index of the newest image
+        self._ranked = JSON()  # the value that ranks the newest image (`Progress.ranked`)
         self.stood_s = 0.0  # how long the tree was stopped in its slot for the last image
         self.frees_early = False  # True if the tree runs on once its processes are dumped
 
@@ -162,7 +163,7 @@ class Keeping:
         self._began_s = time.monotonic()
         stub.hold("copy")
         stub.count_stop()
-        self.last_step = stub.step
+        self.last_step, self._ranked = stub.step, stub.progress.ranked
         about: JSON = {"restarts": stub.restarts, "ranks": stub.spec.world_size}
         about["stopped"] = sorted(stub.tree.stopped_before)
         about["away"], about["device"] = stub.devices.away, stub.devices.here
@@ -247,4 +248,5 @@ class Keeping:
     def _announce(self, tree: JSON) -> None:
         """Hand the slab over to the supervisor; `tree` says what the image has of the processes."""
         self.stage, size = "told", self._index_bytes
-        self.stub.say("saving", what="image", at_step=self.last_step, index_bytes=size, **tree)
+        about: JSON = {"index_bytes": size, "ranked": self._ranked, **tree}
+        self.stub.say("saving", what="image", at_step=self.last_step, **about)

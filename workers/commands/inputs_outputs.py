@@ -28,6 +28,7 @@ from typing import Any
 from app.core.model.checkpoints import tensor_file
 from app.core.model.checkpoints.tensor_file import HEAD_BYTES, BadTensorFile
 from app.core.model.metric_rows import MetricRows
+from app.core.model.provisions.best_rule import BestRule
 from app.core.model.provisions.folder import FOLDER
 from app.core.model.provisions.resources import DISK, exceeded
 from workers.capture.capture import Surroundings
@@ -214,10 +215,12 @@ class Progress:
     `metrics` is the content of the last line.
 
     The step of a row is its own `step`, if the command writes such a number (`OwnSteps`), else its
-    place among the lines.
+    place among the lines. `ranked` is the last value of the metric of `best` (`BestRule.ranked`).
     """
 
-    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, complain: Callable[[str], None], best: BestRule | None = None
+    ) -> None:
         os.mkfifo(path, 0o600)
         # O_RDWR, so that reads never see the end of file
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -227,6 +230,7 @@ class Progress:
         self.steps = OwnSteps()
         self._rest = b""
         self._complain, self._has_complained = complain, False
+        self._best, self.ranked = best, JSON()
 
     def read(self, step: int) -> int:
         """Read what was written after this step; return the number of lines of progress."""
@@ -249,7 +253,10 @@ class Progress:
     def _take(self, lines: list[bytes], step: int) -> int:
         good = [said for line in lines if line.strip() and (said := self._parsed(line)) is not None]
         for number, metrics in enumerate(good, 1):
-            self.rows.add(self.steps.place(metrics, step + number), metrics)
+            place = self.steps.place(metrics, step + number)
+            self.rows.add(place, metrics)
+            if self._best is not None:
+                self.ranked = self._best.ranked(place, metrics) or self.ranked
             self.metrics, self.is_new = metrics, True
         return len(good)
 

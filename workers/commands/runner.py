@@ -216,7 +216,8 @@ class Stub:
         if self.spec.world_size > 1:
             self._make_gang()
         try:
-            self.progress = Progress(folder / INTERNAL / "metrics", tell_owner)
+            best = self.spec.checkpoint.best
+            self.progress = Progress(folder / INTERNAL / "metrics", tell_owner, best)
             inputs = folder / INTERNAL / "inputs"
             bring_in(self.start.inputs, lambda: self.wire.fds.pop(0), inputs)
             self.tree.end(END_WITHIN_S)  # kill processes that unpickling started

@@ -126,19 +126,21 @@ def metrics(message: JSON) -> JSON:
     return cleaned
 
 
-def ranked(message: JSON, step: int) -> JSON:
-    """Return the value that ranks an image of this step: a finite number or None; {} for no
-    report.
+def ranked(message: JSON, most_step: int | None) -> JSON:
+    """Return the value that ranks an image: a finite number or None; {} for no report.
+
+    It is of `most_step` or before; None: its step is the command's own.
     """
     value = table({"ranked": {}, **message}, "ranked")
     if not value:
         return {}
-    if number({"step": value.get("step")}, "step") > step:
-        raise Nonsense(f"a value of a later step than {step}")
+    step = number({"step": value.get("step")}, "step")
+    if most_step is not None and step > most_step:
+        raise Nonsense(f"a value of a later step than {most_step}")
     figure = value.get("value")
     if figure is not None and not (isinstance(figure, float) and isfinite(figure)):
         raise Nonsense(f"the value is {figure!r:.100}")
-    return {"step": value["step"], "value": figure}
+    return {"step": step, "value": figure}
 
 
 def words(message: JSON, name: str) -> list[str]:

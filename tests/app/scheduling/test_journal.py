@@ -901,6 +901,19 @@ class TestBestCheckpoints:
         query = select(Checkpoint.ranked_step, Checkpoint.ranked_value).order_by(Checkpoint.step)
         assert session.execute(query).all()[:3] == [(None, None), (5, 0.5), (5, 0.5)]
 
+    def test_value_of_a_command_is_never_guessed_from_rows_whose_steps_are_its_own(
+        self, session, ranked
+    ):
+        ranked.descriptor = {**ranked.descriptor, "run": {"command": ["true"]}}
+        rows = [[1, {"loss": 0.1}], [2, {"loss": 0.2}]]
+        hear(session, residents=[replace(view(ranked, "running", step=1), points=rows)])
+        self.save(session, ranked, 2, 4)
+        assert self.best(session) == []
+        self.save(session, ranked, 3, 6, {"step": 9000, "value": 0.5})
+        self.save(session, ranked, 4, 8, {"step": 3, "value": 0.25})  # it began again
+        self.save(session, ranked, 5, 9)
+        assert self.best(session) == [(8, 3, 0.25), (9, 3, 0.25)]
+
     def test_damaged_checkpoint_is_never_best_until_it_is_made_again(self, session, ranked):
         for seq, (step, value) in enumerate([(1, 3.0), (2, 2.0), (3, 1.0)], 2):
             self.save(session, ranked, seq, step, {"step": step, "value": value})

@@ -614,6 +614,33 @@ def test_folder_is_kept_as_it_was_at_one_moment(rig, how):
         assert first > 0
 
 
+VALLEY = """
+import json, os, time
+for n in range(1, 10**6):
+    with open("value", "w") as file:
+        print(n, file=file)
+    with open(os.environ["ROUNDHOUSE_METRICS"], "w") as file:
+        file.write(json.dumps({"step": 1000 * n, "loss": abs(n - 9)}) + "\\n")
+        file.write(json.dumps({"step": 1000 * n, "other": n}) + "\\n")
+    time.sleep(0.02)
+"""
+
+
+def test_image_has_the_value_that_was_written_last_before_its_files_were_copied(rig):
+    best = {"metric": "loss"}
+    rig.launch("t1", ["python", "-c", VALLEY], bundle="", checkpoint_every_s=0.15, best=best)
+    rig.until(lambda: len(rig.all(Saved, "t1")) >= 3)
+    rig.pause("t1")
+    rig.event(Paused, "t1")
+    saved = rig.all(Saved, "t1")
+    for each in saved:
+        assert each.ranked["value"] == abs(each.ranked["step"] // 1000 - 9)
+        assert each.ranked["step"] > 100 * each.step, "the step is the command's own"
+    rig.launch("u", shell("cat value"), images=[rig.image(saved[1])], bundle="")
+    rig.event(Finished, "u")
+    assert int(ended(rig, "u")[0]) - saved[1].ranked["step"] // 1000 in (0, 1)
+
+
 def test_restored_folder_is_the_same_in_every_way(rig):
     make = (
         "mkdir -p a/b .hidden; printf x > a/b/file; chmod 640 a/b/file; touch -d @1000 a/b/file;"

@@ -339,6 +339,8 @@ def test_value_of_an_image_is_checked():
         with pytest.raises(untrusted.Nonsense):
             untrusted.ranked({"ranked": ranked}, 7)
     assert untrusted.ranked({"ranked": {"step": 7, "value": None}}, 7) == {"step": 7, "value": None}
+    late = {"ranked": {"step": 8, "value": 1.0}}
+    assert untrusted.ranked(late, None) == late["ranked"]
     assert untrusted.ranked({}, 7) == untrusted.ranked({"ranked": {}}, 7) == {}
 
 

@@ -103,7 +103,8 @@ class ResultStore:
             return
         if resident.is_saving or what != "image":
             raise Nonsense(f"it saves {what!r:.100}")
-        ranked = untrusted.ranked(message, step)
+        is_command = resident.stay.spec.run.kind == "command"
+        ranked = untrusted.ranked(message, None if is_command else step)
         began_us = now_us()
         resident.saves += 1
         resident.measure()
@@ -230,7 +231,7 @@ class ResultStore:
     ) -> None:
         written, printed = stored.written, resident.printed
         if (older := stored.older) is not None:
-            step, printed = older.step, older.printed
+            step, printed, ranked = older.step, older.printed, older.ranked
         has_processes = older is not None or bool(stored.tree.beside)
         bound_because = "" if has_processes else stored.tree.lost or told
         bound_because = as_sentence(resident.stay.redactor.text(bound_because))

@@ -58,16 +58,9 @@ def read_best(checkpoint: Fields, *, run_kind: str) -> BestRule | None:
     if not inside.given:
         return None
     inside.require("metric")
-    if run_kind == "command":
-        told = (
-            "only a job has checkpoints at steps of its metrics; a command is stopped wherever it "
-            "stands. Let it keep its best file among its artifacts, or pin a checkpoint"
-        )
+    if run_kind not in ("job", "command"):
+        told = f"only jobs and commands have checkpoints, not a {run_kind}; leave it out"
         checkpoint.fault("best", told)
-    elif run_kind != "job":
-        checkpoint.fault(
-            "best", f"only a job has checkpoints by step, not a {run_kind}; leave it out"
-        )
     rule = BestRule(
         metric=inside.text("metric", "loss", METRIC, METRIC_RULE),
         goal=inside.one_of("goal", GOALS, "min"),

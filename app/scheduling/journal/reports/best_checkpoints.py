@@ -20,7 +20,8 @@ def rank(session: Session, task: Task, event: messages.Saved) -> JSON:
     """Return the value and the step by which a new checkpoint is ranked, as columns.
 
     The process tells the value with the image. If it has not reported any since it began, the
-    newest that is known counts: of the checkpoint from which it began, or of a row of metrics.
+    newest that is known counts: of an older checkpoint, or of a job's row of metrics. A command's
+    rows have steps of their own, which say nothing of its checkpoints.
     """
     rule = best_rule_in(task.descriptor)
     if rule is None:
@@ -30,13 +31,15 @@ def rank(session: Session, task: Task, event: messages.Saved) -> JSON:
 
 
 def _newest_known(session: Session, task: Task, rule: BestRule, step: int) -> JSON:
-    rows = (Metric.task_id == task.id, Metric.step <= step, Metric.values.has_key(rule.metric))
-    reported = select(Metric.step, Metric.values).where(*rows).order_by(Metric.step.desc()).limit(1)
     before = (Checkpoint.task_id == task.id, Checkpoint.step <= step)
     kept = select(Checkpoint.ranked_step.label("step"), Checkpoint.ranked_value.label("value"))
     kept = kept.where(*before, Checkpoint.ranked_step.is_not(None))
-    newest = session.execute(kept.order_by(Checkpoint.ranked_step.desc()).limit(1)).first()
+    newest = session.execute(kept.order_by(Checkpoint.step.desc()).limit(1)).first()
     found = [] if newest is None else [{"step": newest.step, "value": newest.value}]
+    if task.spec.run.kind == "command":
+        return found[0] if found else {}
+    rows = (Metric.task_id == task.id, Metric.step <= step, Metric.values.has_key(rule.metric))
+    reported = select(Metric.step, Metric.values).where(*rows).order_by(Metric.step.desc()).limit(1)
     for at, values in session.execute(reported):
         if (ranked := rule.ranked(at, values)) is not None:
             found.append(ranked)

@@ -101,6 +101,8 @@ def test_rule_is_read_and_stored():
     assert best_rule_in(descriptors.as_json(task)) == task.checkpoint.best
     usual = read(checkpoint={"best": {"metric": "loss"}})
     assert usual.checkpoint.best == BestRule(metric="loss", goal="min", keep=1)
+    command = read(run={"command": ["true"]}, checkpoint={"best": {"metric": "loss"}})
+    assert command.checkpoint.best == usual.checkpoint.best
     assert best_rule_in({}) is best_rule_in({"checkpoint": {"every_s": 1, "keep": 1}}) is None
 
 
@@ -112,7 +114,6 @@ def test_rule_is_read_and_stored():
         ({"checkpoint": {"best": {"metric": "loss", "keep": 0}}}, "/keep", "from 1"),
         ({"checkpoint": {"best": {"metric": "loss", "goal": "low"}}}, "/goal", "min, max"),
         ({"checkpoint": {"best": {"metric": "loss", "every": 1}}}, "/every", "unknown field"),
-        ({"run": {"command": ["true"]}}, "", "pin a checkpoint"),
         ({"run": {"function": "a:b"}}, "", "not a function"),
     ],
 )
