@@ -826,5 +826,17 @@ COMPONENTS = {
     "GraphTensor": _TENSOR,
 }
 
+
+def in_order(descriptor: dict[str, Any]) -> dict[str, Any]:
+    """Return the descriptor with its fields, and those of its tasks, in the order of the schema."""
+    found = _ordered(descriptor, SCHEMA)
+    return {**found, "tasks": [_ordered(task, _TASK) for task in found["tasks"]]}
+
+
+def _ordered(given: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    known = {name: given[name] for name in schema["properties"] if name in given}
+    return {**known, **given}  # an older version may have had further fields
+
+
 DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(_ref("Descriptor")), Body()]
 GraphIn = Annotated[dict[str, Any], WithJsonSchema(_ref("Graph")), Body()]

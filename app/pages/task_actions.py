@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session, load_only
 
-from app.api.access.auth import Caller
+from app.api.access.auth import SUBMITTERS, Caller
 from app.api.access.tunnel_access import why_closed
 from app.api.access.visibility import may_act
 from app.core.model.checkpoints.migration import MOVABLE
@@ -92,6 +92,11 @@ def look_inside(session: Session, caller: Caller, request: Request) -> LookInsid
         waits=all(task.state != State.running for task in opens),
         closed=closed,
     )
+
+
+def may_submit(caller: Caller) -> bool:
+    """True if the reader may submit requests; the root tenant has no share."""
+    return caller.role in SUBMITTERS and not caller.in_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

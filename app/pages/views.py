@@ -323,6 +323,7 @@ def show_request(
         item=found,
         row=asked_for,
         acts=acts,
+        may_submit=task_actions.may_submit(caller),
         after=request_chart(reports.request_graph(session, id)),
         inside=None if found.ended_at else task_actions.look_inside(session, caller, asked_for),
         tasks=tasks,

@@ -459,7 +459,9 @@ def require(*roles: str) -> Any:
 
 PlatformAdmin = Annotated[Caller, require("platform_admin")]
 AnyAdmin = Annotated[Caller, require("platform_admin", "tenant_admin")]
-Submitter = Annotated[Caller, require("platform_admin", "tenant_admin", "member")]
+#: The roles that may submit requests.
+SUBMITTERS = ("platform_admin", "tenant_admin", "member")
+Submitter = Annotated[Caller, require(*SUBMITTERS)]
 
 
 # --- when a key was last used -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from app.api.access.auth import Authed, Caller, Submitter
 from app.api.access.gate import in_thread
 from app.api.access.visibility import of_caller, request_to_act_on, visible_request
 from app.api.cursors import Paged
-from app.api.descriptor_schema import DescriptorIn
+from app.api.descriptor_schema import DescriptorIn, in_order
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.routes.tasks import AskedPhases, new_task_out, task_outs, words_in
@@ -30,6 +30,7 @@ from app.api.schemas.requests import (
     RequestPlan,
     RequestSummary,
     RetryIn,
+    SubmittedOut,
     Validated,
 )
 from app.api.times import Time
@@ -127,6 +128,30 @@ def _owner(caller: Caller) -> intake.Owner:
 
 
 # --- look ---------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/requests/{id}/descriptor",
+    response_model=SubmittedOut,
+    summary="Show what was submitted",
+    responses=declared(404),
+)
+def get_submitted_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Shows the descriptor as it was submitted; `POST /v1/requests` with it runs the same again.
+
+    A task that was not given a field then gets the default of that time.  Names of datablocks,
+    checkpoints and other requests are resolved anew.
+    """
+    request = visible_request(session, caller, id)
+    return {"request_id": request.id, "descriptor": _submitted(caller, request)}
+
+
+def _submitted(caller: Caller, request: Request) -> dict[str, Any]:
+    """Return the submitted descriptor, without the URL of another user, which may have a token."""
+    descriptor = in_order(request.descriptor)
+    if isinstance(descriptor.get("notify"), dict) and caller.user_id != request.user_id:
+        del descriptor["notify"]
+    return descriptor
 
 
 @router.get(

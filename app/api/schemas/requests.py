@@ -122,6 +122,18 @@ class RequestOut(RequestSummary):
     )
 
 
+class SubmittedOut(Out):
+    model_config = example(
+        request_id=EXAMPLE_REQUEST,
+        descriptor={"name": "digits", "tasks": [{"name": "train", "run": {"job": "train:Train"}}]},
+    )
+    request_id: str
+    descriptor: dict[str, Any] = Field(
+        description="The body of the `POST /v1/requests` that made the request.  Only its own user"
+        " is shown the URL in `notify`."
+    )
+
+
 class ValidatedTask(Out):
     """A task as it would be submitted, with every default filled in."""
 

@@ -1,4 +1,4 @@
-"""The verb submit: find out what is to run, send its code, post the request."""
+"""The verbs submit and rerun: find out what is to run, send its code, post the request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typer
 from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand
 
-from app.cli import package_files, root_command, watching, wording
+from app.cli import names, package_files, root_command, watching, wording
 from app.cli.bundling import PackedBundle, UnreadablePath, bundle_file, bundle_folder
 from app.cli.client import JSON, ApiProblem, Client, Unreachable
-from app.cli.root_command import WORK, Format, app
+from app.cli.root_command import WORK, Format, Which, app
 from app.cli.tables import Output, err, show, transfer
 
 
@@ -227,19 +227,67 @@ def submit(
             checked = client.post("/v1/requests:validate", descriptor)
             show(checked, output, lambda: wording.validated(checked))
             return
-        try:
-            request = client.submit(descriptor, key=key)
-        except Unreachable:
-            err().print(
-                "The submission may have arrived. It is safe to repeat it with --idempotency-key "
-                f"{key}."
-            )
-            raise
-        if not watch:
-            show(request, output, lambda: wording.accepted(request))
+        _post(ctx, client, descriptor, key, watch, output)
+
+
+def _post(
+    ctx: typer.Context, client: Client, descriptor: JSON, key: str, watch: bool, output: Output
+) -> None:
+    """Submit the descriptor, at most once for this key, and show the new request."""
+    try:
+        request = client.submit(descriptor, key=key)
+    except Unreachable:
+        err().print(
+            "The submission may have arrived. It is safe to repeat it with --idempotency-key "
+            f"{key}."
+        )
+        raise
+    if not watch:
+        show(request, output, lambda: wording.accepted(request))
+        return
+    err().print(wording.accepted(request))
+    watching.follow(ctx, client, request["id"], output)
+
+
+@app.command(rich_help_panel=WORK)
+def rerun(
+    ctx: typer.Context,
+    given: Which,
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", help="another parameter of the job: name=value; repeatable"),
+    ] = None,
+    name: Annotated[str, typer.Option(help="another name for the new request")] = "",
+    print_only: Annotated[
+        bool, typer.Option("--print", help="print its descriptor as YAML; submit nothing")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="print events until the request ends")
+    ] = False,
+    key: Annotated[
+        str, typer.Option("--idempotency-key", help="submits at most once for this key")
+    ] = "",
+    output: Format = Output.table,
+) -> None:
+    """Submit a request once more, with the code and the fields that it was submitted with.
+
+    \b
+    roundhouse rerun digits -p lr=0.01
+    roundhouse rerun digits --print > digits.yaml  (then change it, and submit digits.yaml)
+    """
+    with root_command.connect(ctx) as client:
+        kind, id = names.resolve(client, given)
+        if kind == "tasks":
+            id = client.get(f"/v1/tasks/{id}")["request_id"]
+        descriptor = client.get(f"/v1/requests/{id}/descriptor")["descriptor"]
+        if name:
+            descriptor["name"] = name
+        if param:
+            _set_params(descriptor, param)
+        if print_only:
+            show(descriptor, Output.yaml if output == Output.table else output, lambda: "")
             return
-        err().print(wording.accepted(request))
-        watching.follow(ctx, client, request["id"], output)
+        _post(ctx, client, descriptor, key or str(uuid.uuid4()), watch, output)
 
 
 def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:

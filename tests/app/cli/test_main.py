@@ -612,6 +612,23 @@ class TestSubmit:
         assert "/tasks/0/devices/kind" in result.stderr
         assert "roundhouse devices" in result.stderr
 
+    def test_request_is_submitted_once_more_with_what_was_changed(self, run, code, tmp_path):
+        (code / "train.py").write_text(JOB)
+        words = ("--job", "train:Train", "--bundle", code, "--name", "first", "-p", "steps=7")
+        assert run("submit", *words).exit_code == 0
+        printed = run("rerun", "first", "--print").stdout
+        first = yaml.safe_load(printed)
+        assert [*first][:2] == ["name", "tasks"]
+        again = json.loads(
+            run("rerun", "first", "-p", "steps=8", "--name", "b", "-o", "json").stdout
+        )
+        assert (again["name"], again["state"]) == ("b", "queued")
+        second = yaml.safe_load(run("rerun", "b/train", "--print").stdout)
+        first["tasks"][0]["params"] = {"steps": 8}
+        assert second == {**first, "name": "b"}
+        (tmp_path / "c.yaml").write_text(printed)
+        assert run("submit", "c.yaml", "--name", "c").exit_code == 0
+
     def test_a_viewer_may_not_submit(self, run, code):
         result = run("--as", "alpha:viewer", "submit", "--job", "train:Train", "--bundle", code)
         assert result.exit_code == 3, result.output

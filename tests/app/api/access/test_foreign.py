@@ -380,6 +380,7 @@ ADDRESSES = {
     "/ui/queue": ["/ui/queue"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
+    "/ui/requests/{id}/again": ["/ui/requests/{}/again"],
     "/ui/compare": ["/ui/compare?run={}"],
     "/ui/tenants": ["/ui/tenants"],
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],

@@ -65,6 +65,7 @@ POST   /v1/requests/{req}/release       401  403  403  202  202  404  404  202  
 POST   /v1/requests/{req}/retry         401  403  403  409  409  404  404  409  work:write
 POST   /v1/requests/{req}/cancel        401  403  403  202  202  404  404  202  work:write
 DELETE /v1/requests/{req}               401  403  403  409  409  404  404  409  work:write
+GET    /v1/requests/{req}/descriptor    401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/plan          401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/events        401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/events/stream 401  200  200  200  200  404  404  200  work:read
