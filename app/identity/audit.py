@@ -144,6 +144,7 @@ class _Noted:
     row: Base
     action: str
     before: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)  # what changed beside its columns
 
 
 @dataclass(slots=True)
@@ -169,6 +170,14 @@ def asked(session: Session, row: Request | Task | Webhook | Datablock | Environm
     book = _book(session)
     if book is not None and getattr(row, "user_id", None) != book.call.user_id:
         _note(book, row, "asked", _values(row))
+
+
+def changed_too(session: Session, row: Reservation, more: dict[str, Any]) -> None:
+    """Add to the record of a changed row what its own columns do not say."""
+    book = _book(session)
+    if book is not None:
+        _note(book, row, "changed", _values_before(row))
+        book.noted[_target(row)].more |= more
 
 
 def looked(session: Session, row: Request | Task | Checkpoint) -> None:
@@ -370,7 +379,7 @@ def _done(session: Session, noted: _Noted) -> dict[str, Any] | None:
     before = noted.before
     if noted.action not in ("made", "removed"):
         before = {name: was for name, was in before.items() if was != after[name]}
-        after = {name: after[name] for name in before}
+        after = {name: after[name] for name in before} | noted.more
     if noted.action == "changed" and not after:
         return None
     return _record(_affair_of(session, noted), noted.action, _target(noted.row), before, after)

@@ -9,7 +9,7 @@ advisory lock, so that two calls cannot promise the same devices.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -64,9 +64,11 @@ def reservable(session: Session, island: str) -> dict[str, int]:
     return {kind: max(0, number) for kind, number in has.items()}
 
 
-def reserved_in(session: Session, island: str) -> Reserved:
-    """Return what is reserved on an island from now on."""
-    mine = Reservation.island == island
+def reserved_in(session: Session, island: str, *, but: str = "") -> Reserved:
+    """Return what is reserved on an island from now on, without the reservation with the id
+    `but`.
+    """
+    mine = (Reservation.island == island) & (Reservation.id != but)
     ahead = ReservationWindow.ends_at > transactions.now(session)
     query = select(ReservationWindow, Reservation.devices).join(
         Reservation, Reservation.id == ReservationWindow.reservation_id
@@ -248,12 +250,41 @@ def _forget(session: Session, now: datetime) -> None:
     session.execute(delete(Reservation).where(~recent))
 
 
+def give_back(session: Session, it: Reservation) -> set[str]:
+    """Let the devices serve that a maintenance has drained, and return them.
+
+    What is in force then begins anew with `put_in_force`, by what the maintenance is by then.
+    """
+    back = set[str]()
+    for window in windows_of(session, it) if it.tenant_id is None else ():
+        if window.in_force:
+            back |= _bring_back(session, window, it)
+            window.in_force = False
+    return back
+
+
+def reschedule(session: Session, it: Reservation, ahead: Mapping[datetime, datetime]) -> None:
+    """Give a reservation other windows than those that have not ended; `ahead` are begins with
+    their ends.
+    """
+    known = set[datetime]()
+    for window in windows_of(session, it):
+        if window.begins_at in ahead:
+            known.add(window.begins_at)
+            window.ends_at = ahead[window.begins_at]
+        elif window.ends_at > transactions.now(session):
+            session.delete(window)
+    session.add_all(
+        ReservationWindow(reservation_id=it.id, begins_at=begins_at, ends_at=ends_at)
+        for begins_at, ends_at in ahead.items()
+        if begins_at not in known
+    )
+    session.flush()
+
+
 def cancel(session: Session, it: Reservation) -> None:
     """Delete a reservation, and end what it has in force; the caller holds the lock."""
-    back = set[str]()
-    for window in windows_of(session, it):
-        if window.in_force and it.tenant_id is None:
-            back |= _bring_back(session, window, it)
+    back = give_back(session, it)
     session.delete(it)
     session.flush()
     put_in_force(session, freed=back)
@@ -265,9 +296,14 @@ def windows_of(session: Session, it: Reservation) -> list[ReservationWindow]:
     return list(session.scalars(query.order_by(ReservationWindow.begins_at)))
 
 
-def names_in(session: Session, island: str, begins_at: datetime, ends_at: datetime) -> list[str]:
-    """Return the names of the reservations of an island that lie in an interval, in order."""
+def names_in(
+    session: Session, island: str, begins_at: datetime, ends_at: datetime, *, but: str = ""
+) -> list[str]:
+    """Return the names of the reservations of an island that lie in an interval, in order,
+    without the one with the id `but`.
+    """
     inside = ReservationWindow.begins_at < ends_at, ReservationWindow.ends_at > begins_at
     mine = Reservation.island == island, Reservation.id == ReservationWindow.reservation_id
-    query = select(Reservation.name).where(*mine, *inside).distinct()
+    others = Reservation.id != but
+    query = select(Reservation.name).where(*mine, *inside, others).distinct()
     return list(session.scalars(query.order_by(Reservation.name)))

@@ -1,6 +1,7 @@
 """Shows reservations and maintenance as a calendar of kinds and weeks, and as a list.
 
-Platform administrators add and remove them here. What is reserved for others is only a number.
+Platform administrators add, change and remove them here. What is reserved for others is only a
+number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sqlalchemy.orm import Session
 from app.api.access.gate import GatedRoute
 from app.api.cursors import Paging
 from app.api.routes import reservations as of_reservations
-from app.api.schemas.reservations import ReservationIn
+from app.api.schemas.reservations import ReservationIn, ReservationPatch
 from app.api.times import unknown_zone
 from app.core.fairness.budget import time_us
 from app.db import transactions
@@ -123,6 +124,7 @@ def change_reservations(
     tenant_id: Field = "",
     kind: Field = "",
     number: Field = "",
+    devices: Field = "",
     device_ids: Field = "",
     begins: Field = "",
     ends: Field = "",
@@ -134,6 +136,7 @@ def change_reservations(
     known: dict[str, Callable[..., Any]] = {
         "reserve": of_reservations.create_reservation,
         "maintain": of_reservations.create_reservation,
+        "change": of_reservations.change_reservation,
         "remove": of_reservations.delete_reservation,
     }
     platform_admin(caller)
@@ -142,11 +145,26 @@ def change_reservations(
     if do == "remove":
         of_reservations.delete_reservation(reservation, caller, session)
         told = forms.Told(words="It is removed. Running tasks go on.")
+    elif do == "change":
+        wanted = {
+            "devices": _numbers(devices) if devices.strip() else None,
+            "device_ids": _names(device_ids) or None,
+            "begins_at": _time(begins, timezone, "/begins_at") if begins else None,
+            "ends_at": _time(ends, timezone, "/ends_at") if ends else None,
+            "timezone": timezone,
+            "rule": rule.strip(),
+            "note": note.strip() or None,
+        }
+        before = of_reservations.get_reservation(reservation, caller, session)
+        changes = {name: value for name, value in wanted.items() if before.get(name) != value}
+        body = forms.filled(ReservationPatch, **changes)
+        of_reservations.change_reservation(reservation, body, caller, session)
+        told = forms.Told(words=f"{before['name']} is changed.")
     else:
         what: dict[str, Any] = {"maintenance": True, "device_ids": _names(device_ids)}
         if do == "reserve":
             what = {"tenant_id": tenant_id, "devices": {kind.strip(): _number(number)}}
-        body = forms.filled(
+        made = forms.filled(
             ReservationIn,
             name=name.strip(),
             begins_at=_time(begins, timezone, "/begins_at"),
@@ -157,13 +175,19 @@ def change_reservations(
             island=island or None,
             **what,
         )
-        made = of_reservations.create_reservation(body, Response(), caller, session)
-        told = forms.Told(words=f"{made['name']} is added.")
+        of_reservations.create_reservation(made, Response(), caller, session)
+        told = forms.Told(words=f"{made.name} is added.")
     return views.answered(request, told, partial(list_reservations, request, session, caller))
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Read how many devices of which kinds, such as "cuda=8, cpu=2"."""
+    parts = [part.partition("=") for part in _names(text)]
+    return {kind.strip(): _number(number.strip()) for kind, _, number in parts}
 
 
 def _number(text: str) -> int:

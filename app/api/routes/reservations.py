@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any
-from zoneinfo import ZoneInfo
 
 from fastapi import Query, Response
 from sqlalchemy import ColumnElement, func, or_, select
@@ -18,11 +17,17 @@ from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
+from app.api.reservation_windows import Times, Windows, changed_windows, first_windows
 from app.api.schemas.base import KIND, Page
-from app.api.schemas.reservations import FreeTimesOut, ReservationIn, ReservationOut
-from app.api.times import Time, unknown_zone
+from app.api.schemas.reservations import (
+    FreeTimesOut,
+    ReservationIn,
+    ReservationOut,
+    ReservationPatch,
+)
+from app.api.times import Time
 from app.core.fairness.budget import time_at
-from app.core.fairness.reservation import ReservedTime, Shortage
+from app.core.fairness.reservation import Reserved, ReservedTime, Shortage
 from app.core.units import counted
 from app.db import tenant_tree, transactions
 from app.db.ids import new_id
@@ -30,6 +35,7 @@ from app.db.models import Device, Island, Reservation, ReservationWindow, Tenant
 from app.db.transactions import Db, after_commit
 from app.db.user_limits import bound_of
 from app.errors import BadInput, Conflict, NotFound
+from app.identity import audit
 from app.intake import recurrences, reservations
 from app.messaging import outbox
 
@@ -39,8 +45,9 @@ MOST = 1000  # reservations that have not ended
 MOST_SHOWN = 100  # windows in an answer
 _AHEAD = timedelta(days=60)  # how far free times are looked for
 _MOST_FREE = 20
-
-Windows = list[tuple[datetime, datetime]]
+_ONLY_NUMBERS = "only maintenance names devices; give their number in `devices`"
+_ONLY_IDS = "maintenance names device_ids only"
+_NO_NUMBER = "say how many devices of which kind"
 
 
 @router.post(
@@ -64,17 +71,14 @@ def create_reservation(
     reservations.lock(session)
     which = Device.id.in_(body.device_ids) | Device.kind.in_(body.devices)
     island = _island(session, body.island, which)
-    found = _windows(body, transactions.now(session))
+    times = Times(body.begins_at, body.ends_at, body.rule, body.timezone)
+    found = first_windows(times, transactions.now(session))
     it = _maintenance(session, body, island) if body.maintenance else _guarantee(session, body)
     it.island, it.created_by = island, caller.user_name
     _check_room(session, it, found)
     session.add(it)
     session.flush()
-    session.add_all(
-        ReservationWindow(reservation_id=it.id, begins_at=begins_at, ends_at=ends_at)
-        for begins_at, ends_at in found
-    )
-    session.flush()
+    reservations.reschedule(session, it, dict(found))
     if reservations.put_in_force(session):
         after_commit(session, partial(outbox.nudge_island, it.island))
     response.headers["Location"] = f"/v1/reservations/{it.id}"
@@ -118,12 +122,13 @@ def list_free_times(
         raise BadInput.at("?since", "must lie within two years from now", "too-late")
     has = reservations.reservable(session, name)
     wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, {kind: devices})
+    taken = reservations.reserved_in(session, name)
     return {
         "island": name,
         "kind": kind,
         "devices": devices,
         "reservable": has.get(kind, 0),
-        "windows": _free_times(session, name, wanted, has, lasting=timedelta(seconds=for_s)),
+        "windows": _free_times(taken, wanted, has, lasting=timedelta(seconds=for_s)),
     }
 
 
@@ -136,6 +141,34 @@ def list_free_times(
 def get_reservation(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows the windows that have not ended, and how many devices serve now."""
     return _shown(session, [_visible(session, caller, id)])[0]
+
+
+@router.patch(
+    "/reservations/{id}",
+    response_model=ReservationOut,
+    summary="Change a reservation or maintenance",
+    responses=declared(403, 404, 409),
+)
+def change_reservation(
+    id: str, body: ReservationPatch, caller: PlatformAdmin, session: Db
+) -> dict[str, Any]:
+    """Takes a name or an id.  The reservation keeps its place: what it has already cannot be taken
+    by others meanwhile.  More than there is is refused with 409 as when it was made, and then
+    nothing changes.
+
+    Windows that have begun stay.  `ends_at` alone, inside a window, moves the end of that window.
+    """
+    reservations.lock(session)
+    it = _visible(session, caller, id)
+    if "note" in body.model_fields_set:
+        it.note = body.note or ""
+    given = body.model_dump(include={*Times._fields}, exclude_none=True)
+    devices = _changed_devices(session, it, body)
+    if given or devices is not None:
+        _change(session, it, given, devices)
+        after_commit(session, partial(outbox.nudge_island, it.island))
+    session.flush()
+    return _shown(session, [it])[0]
 
 
 @router.delete(
@@ -172,21 +205,6 @@ def _island(
     return name
 
 
-def _windows(body: ReservationIn, now: datetime) -> Windows:
-    if told := unknown_zone(body.timezone):
-        raise BadInput.at("/timezone", told, "timezone")
-    if body.ends_at <= max(body.begins_at, now):
-        raise BadInput.at("/ends_at", "must be after begins_at and in the future", "window")
-    if body.begins_at > now + recurrences.HORIZON or body.ends_at > now + 2 * recurrences.HORIZON:
-        raise BadInput.at("/begins_at", "must lie within two years from now", "window")
-    zone = ZoneInfo(body.timezone)
-    try:
-        found = recurrences.windows(body.begins_at, body.ends_at, rule=body.rule, zone=zone)
-    except ValueError as error:
-        raise BadInput.at("/rule", str(error), "rule") from error
-    return [(begins_at, ends_at) for begins_at, ends_at in found if ends_at > now]
-
-
 def _new(session: Session, body: ReservationIn) -> Reservation:
     if session.scalar(select(Reservation.id).where(Reservation.name == body.name)):
         raise Conflict(f"there is a reservation {body.name} already; cancel it, or take a new name")
@@ -206,27 +224,33 @@ def _new(session: Session, body: ReservationIn) -> Reservation:
 def _maintenance(session: Session, body: ReservationIn, island: str) -> Reservation:
     for name in ("tenant_id", "user_id", "devices"):
         if getattr(body, name):
-            raise BadInput.at(f"/{name}", "maintenance names device_ids only", "maintenance")
-    ids = sorted(set(body.device_ids))
+            raise BadInput.at(f"/{name}", _ONLY_IDS, "maintenance")
+    devices, ids = _maintained(session, body.device_ids, island)
+    it = _new(session, body)
+    it.devices, it.device_ids = devices, ids
+    return it
+
+
+def _maintained(
+    session: Session, given: Sequence[str], island: str
+) -> tuple[dict[str, int], list[str]]:
+    """Return how many devices of each kind are maintained, and which."""
+    ids = sorted(set(given))
     if not ids:
         raise BadInput.at("/device_ids", "name the devices that take no work", "required")
     mine = Device.id.in_(ids), Device.island == island
     kinds = {id: kind for id, kind in session.execute(select(Device.id, Device.kind).where(*mine))}
-    for n, id in enumerate(body.device_ids):
+    for n, id in enumerate(given):
         if id not in kinds:
             raise BadInput.at(f"/device_ids/{n}", f"{island} has no device {id}", "unknown-device")
-    it = _new(session, body)
-    it.device_ids = ids
-    it.devices = {kind: list(kinds.values()).count(kind) for kind in sorted(set(kinds.values()))}
-    return it
+    return {kind: [*kinds.values()].count(kind) for kind in sorted({*kinds.values()})}, ids
 
 
 def _guarantee(session: Session, body: ReservationIn) -> Reservation:
     if body.device_ids:
-        told = "only maintenance names devices; give their number in `devices`"
-        raise BadInput.at("/device_ids", told, "maintenance")
+        raise BadInput.at("/device_ids", _ONLY_NUMBERS, "maintenance")
     if not body.devices:
-        raise BadInput.at("/devices", "say how many devices of which kind", "required")
+        raise BadInput.at("/devices", _NO_NUMBER, "required")
     user = session.get(User, body.user_id) if body.user_id else None
     if body.user_id and (user is None or user.deleted_at is not None):
         raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
@@ -238,13 +262,15 @@ def _guarantee(session: Session, body: ReservationIn) -> Reservation:
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     if user is not None and user.tenant_id != tenant_id:
         raise BadInput.at("/user_id", f"{user.name} is a user of another tenant", "unknown-user")
-    _check_limits(session, body, tenant_id, user)
+    _check_limits(session, body.devices, tenant_id, user)
     it = _new(session, body)
     it.tenant_id, it.user_id, it.devices = tenant_id, body.user_id, dict(body.devices)
     return it
 
 
-def _check_limits(session: Session, body: ReservationIn, tenant_id: str, user: User | None) -> None:
+def _check_limits(
+    session: Session, devices: Mapping[str, int], tenant_id: str, user: User | None
+) -> None:
     """Refuse what limits would keep the tenant or the user from using (rule F4)."""
     ids = [each.id for each in tenant_tree.path(session, tenant_id)]
     limits = [
@@ -255,11 +281,52 @@ def _check_limits(session: Session, body: ReservationIn, tenant_id: str, user: U
         row = session.execute(both.where(User.id == user.id)).one()
         limits.append((user.name, bound_of(row, "limit") or {}))
     for name, limit in limits:
-        for kind, number in body.devices.items():
+        for kind, number in devices.items():
             most = min(limit.get(key, number) for key in (kind, tenant_tree.ALL))
             if most < number:
                 told = f"{name} has a limit of {counted(most, 'device')}; raise it first"
                 raise BadInput.at(f"/devices/{kind}", told, "limit")
+
+
+def _changed_devices(
+    session: Session, it: Reservation, body: ReservationPatch
+) -> tuple[dict[str, int], list[str]] | None:
+    """Return the devices that a change asks for, by number and by name; None if they stay."""
+    if it.tenant_id is None:
+        if body.devices is not None:
+            raise BadInput.at("/devices", _ONLY_IDS, "maintenance")
+        ids = body.device_ids
+        return None if ids is None else _maintained(session, ids, it.island)
+    if body.device_ids is not None:
+        raise BadInput.at("/device_ids", _ONLY_NUMBERS, "maintenance")
+    if body.devices is None:
+        return None
+    if not body.devices:
+        raise BadInput.at("/devices", _NO_NUMBER, "required")
+    user = session.get_one(User, it.user_id) if it.user_id else None
+    _check_limits(session, body.devices, it.tenant_id, user)
+    return dict(body.devices), []
+
+
+def _change(
+    session: Session,
+    it: Reservation,
+    given: Mapping[str, Any],
+    devices: tuple[dict[str, int], list[str]] | None,
+) -> None:
+    """Change when it is, and of which devices; raises BadInput or Conflict if that cannot be."""
+    times = Times(it.begins_at, it.ends_at, it.rule, it.timezone)
+    known = [(each.begins_at, each.ends_at) for each in reservations.windows_of(session, it)]
+    times, found = changed_windows(times, given, known, transactions.now(session))
+    freed = reservations.give_back(session, it)
+    if given and found:
+        more = {"window": f"from {_text(found[0][0])} to {_text(found[0][1])}"}
+        audit.changed_too(session, it, more)
+    it.begins_at, it.ends_at, it.rule, it.timezone = times
+    it.devices, it.device_ids = devices or (it.devices, it.device_ids)
+    _check_room(session, it, found)
+    reservations.reschedule(session, it, dict(found))
+    reservations.put_in_force(session, freed=freed)
 
 
 def _check_room(session: Session, it: Reservation, found: Windows) -> None:
@@ -268,20 +335,23 @@ def _check_room(session: Session, it: Reservation, found: Windows) -> None:
         return
     has = reservations.reservable(session, it.island)
     wanted = [reservations.reserved_time(*window, it.devices) for window in found]
-    short = reservations.reserved_in(session, it.island).shortage(wanted, has)
+    taken = reservations.reserved_in(session, it.island, but=it.id)
+    short = taken.shortage(wanted, has)
     if short is not None:
-        raise Conflict(_told(session, it, short, has))
+        raise Conflict(_told(session, it, short, taken, has))
 
 
-def _told(session: Session, it: Reservation, short: Shortage, has: dict[str, int]) -> str:
+def _told(
+    session: Session, it: Reservation, short: Shortage, taken: Reserved, has: dict[str, int]
+) -> str:
     begins_at, ends_at = time_at(short.begins_us), time_at(short.ends_us)
     of = f"of {counted(short.wanted, short.kind + ' device')} only {short.free} can be reserved"
     told = f"{of} from {_text(begins_at)} to {_text(ends_at)}"
-    if names := reservations.names_in(session, it.island, begins_at, ends_at):
+    if names := reservations.names_in(session, it.island, begins_at, ends_at, but=it.id):
         told += f"; reserved then: {', '.join(names[:5])}"
     lasting = ends_at - begins_at
     wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, it.devices)
-    if free := _free_times(session, it.island, wanted, has, lasting=lasting):
+    if free := _free_times(taken, wanted, has, lasting=lasting):
         return f"{told}; next free: from {_text(free[0]['begins_at'])}"
     return f"{told}; {it.island} can reserve {has.get(short.kind, 0)} in all"
 
@@ -293,15 +363,9 @@ def _text(at: datetime) -> str:
 
 
 def _free_times(
-    session: Session,
-    island: str,
-    wanted: ReservedTime,
-    has: dict[str, int],
-    *,
-    lasting: timedelta,
+    taken: Reserved, wanted: ReservedTime, has: dict[str, int], *, lasting: timedelta
 ) -> list[dict[str, datetime]]:
     lasting_us = lasting // timedelta(microseconds=1)
-    taken = reservations.reserved_in(session, island)
     found = islice(taken.free_times(wanted, has, lasting_us=lasting_us), _MOST_FREE)
     return [{"begins_at": time_at(begins), "ends_at": time_at(ends)} for begins, ends in found]
 
@@ -315,7 +379,10 @@ def _seen(caller: Caller) -> Any:
 
 
 def _visible(session: Session, caller: Caller, id: str) -> Reservation:
-    found: Reservation | None = session.scalar(_seen(caller).where(Reservation.id == id))
+    """Return the reservation of this id or name."""
+    named = or_(Reservation.id == id, Reservation.name == id)
+    first = (Reservation.id == id).desc()
+    found: Reservation | None = session.scalar(_seen(caller).where(named).order_by(first).limit(1))
     if found is None:
         raise NotFound("reservation", id)
     return found

@@ -16,7 +16,7 @@ from app.api.schemas.base import (
     Out,
     example,
 )
-from app.api.times import Instant
+from app.api.times import Instant, Time
 from app.core.model.fields import NAME, NAME_RULE
 
 _Number = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -25,6 +25,7 @@ _Devices = Annotated[
     Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": f"^{KIND}$"}}),
 ]
 _DEVICES = "The number of devices by kind."
+_Ids = Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)]
 _IDS = "For maintenance: the devices that take no work."
 _TENANT = "The tenant for which the devices are guaranteed; default: that of `user_id`."
 _USER = "The only user of the tenant for whom they are guaranteed."
@@ -34,6 +35,9 @@ _RULE = (
     "the first that the rule names. Windows keep the hours of the time zone's clock."
 )
 _ZONE = "The time zone in which the window repeats, such as Europe/Berlin."
+_Rule = Annotated[str, Field(max_length=300)]
+_Zone = Annotated[str, Field(max_length=64)]
+_NOTE = "What it is for."
 _ISLAND = "The island whose devices are meant; default: the one with most of them."
 _NAME = "workshop"
 _FROM, _TO = "2026-12-07T08:00:00Z", "2026-12-07T16:00:00Z"
@@ -57,14 +61,31 @@ class ReservationIn(In):
     user_id: Annotated[str, Field(max_length=64)] | None = Field(None, description=_USER)
     devices: _Devices = Field({}, description=_DEVICES)
     maintenance: bool = Field(False, description="Take `device_ids` out of service instead.")
-    device_ids: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)] = (
-        Field([], description=_IDS)
-    )
+    device_ids: _Ids = Field([], description=_IDS)
     begins_at: Instant = Field(description="When the first window begins.")
     ends_at: Instant = Field(description="When the first window ends.")
-    rule: Annotated[str, Field(max_length=300)] = Field("", description=_RULE)
-    timezone: Annotated[str, Field(max_length=64)] = Field("UTC", description=_ZONE)
-    note: Line | None = Field(None, description="What it is for.")
+    rule: _Rule = Field("", description=_RULE)
+    timezone: _Zone = Field("UTC", description=_ZONE)
+    note: Line | None = Field(None, description=_NOTE)
+
+
+class ReservationPatch(In):
+    """A change of a reservation; fields that are left out or null stay unchanged, except that null
+    removes `note`.
+
+    Windows that have begun stay. `ends_at` alone, inside a window, moves the end of that window
+    only. Once the first window has begun, other times need `begins_at` and `ends_at` of the next
+    window.
+    """
+
+    model_config = example(ends_at=_TO, devices={"cuda": 4})
+    devices: _Devices | None = Field(None, description=_DEVICES)
+    device_ids: _Ids | None = Field(None, description=_IDS)
+    begins_at: Time = Field(None, description="When the first window begins.")
+    ends_at: Time = Field(None, description="When the first window ends, or the present one.")
+    rule: _Rule | None = Field(None, description=_RULE)
+    timezone: _Zone | None = Field(None, description=_ZONE)
+    note: Line | None = Field(None, description=_NOTE)
 
 
 class WindowOut(Out):

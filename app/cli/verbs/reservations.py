@@ -21,6 +21,13 @@ reservation = typer.Typer(
 app.add_typer(reservation, name="reservation", rich_help_panel=ADMIN)
 
 _Name = Annotated[str, typer.Argument(metavar="RESERVATION", help="name or id of a reservation")]
+_Devices = Annotated[
+    list[str] | None, typer.Option("--devices", help="KIND=NUMBER, such as cuda=8; repeatable")
+]
+_Maintenance = Annotated[
+    list[str] | None,
+    typer.Option("--maintenance", metavar="DEVICE", help="take a device out; repeatable"),
+]
 _FROM = "when the first window begins, such as 2026-12-07T09:00, in --timezone"
 _REPEAT = "how it repeats, as in RFC 5545: FREQ=WEEKLY;BYDAY=MO;COUNT=10"
 
@@ -47,16 +54,10 @@ def add_reservation(
     name: Annotated[str, typer.Argument(metavar="NAME", help="what it is called")],
     begins: Annotated[str, typer.Option("--from", help=_FROM)],
     ends: Annotated[str, typer.Option("--to", help="when the first window ends")],
-    devices: Annotated[
-        list[str] | None,
-        typer.Option("--devices", help="KIND=NUMBER, such as cuda=8; repeatable"),
-    ] = None,
+    devices: _Devices = None,
     tenant: Annotated[str, typer.Option("--for", help="name or id of the tenant")] = "",
     user: Annotated[str, typer.Option(help="the only user of the tenant that it is for")] = "",
-    maintenance: Annotated[
-        list[str] | None,
-        typer.Option("--maintenance", metavar="DEVICE", help="take a device out; repeatable"),
-    ] = None,
+    maintenance: _Maintenance = None,
     repeat: Annotated[str, typer.Option(help=_REPEAT)] = "",
     timezone: Annotated[str, typer.Option(help="zone of the times, as Europe/Berlin")] = "UTC",
     island: Annotated[str, typer.Option(help="if there are several")] = "",
@@ -79,6 +80,45 @@ def add_reservation(
         if user:
             body["user_id"] = find_named(client, "user", user)["id"]
         made = client.post("/v1/reservations", body)
+    show(made, output, lambda: wording.reservation(made))
+
+
+@reservation.command("change")
+def change_reservation(
+    ctx: typer.Context,
+    name: _Name,
+    begins: Annotated[str, typer.Option("--from", help="begin of the next window")] = "",
+    ends: Annotated[str, typer.Option("--to", help="its end; alone: of the present one")] = "",
+    devices: _Devices = None,
+    maintenance: _Maintenance = None,
+    repeat: Annotated[str, typer.Option(help=_REPEAT + "; or none")] = "",
+    timezone: Annotated[str, typer.Option(help="another zone; default: that it has")] = "",
+    note: Annotated[str, typer.Option(help="what it is for; or none")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Change a reservation, which keeps its place; windows that have begun stay.
+
+    `--to` alone, inside a window, moves the end of that window.
+    """
+    body: JSON = {}
+    if repeat:
+        body["rule"] = "" if repeat == "none" else repeat
+    if note:
+        body["note"] = None if note == "none" else note
+    if devices:
+        body["devices"] = dict(_number(text) for text in devices)
+    if maintenance:
+        body["device_ids"] = maintenance
+    with root_command.connect(ctx) as client:
+        found = find_named(client, "reservation", name)
+        if timezone:
+            body["timezone"] = timezone
+        for key, value in (("begins_at", begins), ("ends_at", ends)):
+            if value:
+                body[key] = _time(value, timezone or found["timezone"])
+        if not body:
+            raise typer.BadParameter("say what to change, such as --to")
+        made = client.patch(f"/v1/reservations/{found['id']}", body)
     show(made, output, lambda: wording.reservation(made))
 
 

@@ -74,6 +74,8 @@ def let_begin(session, id, *, now_at=0.0):
         "ends_at": ReservationWindow.ends_at + by,
     }
     session.execute(update(ReservationWindow).where(mine).values(moved))
+    times = {"begins_at": Reservation.begins_at + by, "ends_at": Reservation.ends_at + by}
+    session.execute(update(Reservation).where(Reservation.id == id).values(times))
     session.commit()
     session.expire_all()
 
@@ -243,6 +245,162 @@ def test_members_see_their_own_and_maintenance_only(root, as_, isle, kind):
     assert as_("blue.member").get(f"/v1/reservations/{its['id']}").status_code == 404
     names = [it["name"] for it in as_("red.viewer").get("/v1/reservations").json()["items"]]
     assert names == ["workshop", "repair"]
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+def at(hours):
+    return time(datetime.now(UTC).replace(microsecond=0) + timedelta(hours=hours))
+
+
+def change(root, which, **more):
+    return root.patch(f"/v1/reservations/{which}", json=more)
+
+
+def audited(session):
+    rows = select(AuditEvent).where(AuditEvent.operation == "changeReservation")
+    return session.scalars(rows.order_by(AuditEvent.id)).all()
+
+
+def test_reservation_is_changed_by_name_and_keeps_its_id(root, kind, session):
+    made = reserve(root, devices={kind: 1}, note="the workshop")
+    moved = {"begins_at": at(3), "ends_at": at(5), "rule": "FREQ=DAILY;COUNT=2"}
+    changed = change(root, "workshop", **moved, devices={kind: 2}, note=None).json()
+    assert (changed["id"], changed["devices"], changed["note"]) == (made["id"], {kind: 2}, None)
+    assert changed["windows_ahead"] == 2
+    begins = [datetime.fromisoformat(it["begins_at"]) for it in changed["windows"]]
+    assert begins[0].isoformat() == moved["begins_at"]
+    assert begins[1] - begins[0] == timedelta(days=1)
+    [row] = audited(session)
+    assert (row.before["devices"], row.after["devices"]) == ({kind: 1}, {kind: 2})
+    assert (row.before["note"], row.after["note"]) == ("the workshop", "")
+
+
+def test_change_is_refused_with_names_and_the_next_free_time_and_changes_nothing(root, isle, kind):
+    count = sum(device.kind == kind for device in isle)
+    reserve(root, name="first", devices={kind: count}, hours=4, lasts=2)
+    made = reserve(root, devices={kind: 1}, hours=2, lasts=1)
+    for more in ({"ends_at": at(5)}, {"devices": {kind: count + 1}}):
+        answer = change(root, "workshop", **more)
+        assert answer.status_code == 409, answer.text
+        assert "can be reserved" in answer.json()["detail"]
+        assert "workshop" not in answer.json()["detail"], "it does not stand in its own way"
+    named = change(root, "workshop", ends_at=at(5)).json()["detail"]
+    assert "reserved then: first; next free: from" in named
+    assert root.get("/v1/reservations/workshop").json() == made
+
+
+def test_all_devices_stay_reserved_while_the_window_moves(root, isle, kind):
+    count = sum(device.kind == kind for device in isle)
+    reserve(root, devices={kind: count}, hours=2, lasts=2)
+    assert change(root, "workshop", begins_at=at(3), ends_at=at(5)).status_code == 200
+
+
+def test_present_window_of_several_is_made_longer_alone(root, isle, kind, session):
+    made = reserve(root, devices={kind: 1}, rule="FREQ=DAILY;COUNT=3")
+    let_begin(session, made["id"], now_at=0.5)
+    look(session)
+    later = root.get(f"/v1/reservations/{made['id']}").json()["windows"][1:]
+    ends_at = at(2)
+    windows = change(root, made["id"], ends_at=ends_at).json()["windows"]
+    assert datetime.fromisoformat(windows[0]["ends_at"]).isoformat() == ends_at
+    assert windows[1:] == later
+    [row] = audited(session)
+    assert row.after["window"].startswith("from ")
+    told = select(AuditEvent.after["window"]).where(AuditEvent.user == "control")
+    assert session.scalars(told).all() == ["begins"], "it goes on, and does not begin again"
+
+
+def test_begun_window_stays_when_the_rule_changes(root, isle, kind, session):
+    made = reserve(root, devices={kind: 1}, rule="FREQ=DAILY;COUNT=5")
+    let_begin(session, made["id"], now_at=0.5)
+    look(session)
+    present = root.get(f"/v1/reservations/{made['id']}").json()["windows"][0]
+    moved = change(root, made["id"], begins_at=at(48), ends_at=at(50), rule="").json()
+    assert moved["windows"][0] == present
+    assert (moved["state"], moved["windows_ahead"]) == ("active", 2)
+    session.expire_all()
+    assert session.get_one(Tenant, "ten_red").reserved == {isle[0].island: {kind: 1}}
+
+
+def test_changed_number_counts_at_once_inside_the_window(root, isle, kind, session):
+    reserve(root, devices={kind: 1}, hours=-0.1)
+    assert change(root, "workshop", devices={kind: 2}).status_code == 200
+    session.expire_all()
+    assert session.get_one(Tenant, "ten_red").reserved == {isle[0].island: {kind: 2}}
+
+
+def test_reservation_that_is_moved_away_waits_again(root, isle, kind, session):
+    made = reserve(root, devices={kind: 1}, rule="FREQ=DAILY;COUNT=2")
+    let_begin(session, made["id"], now_at=1.5)
+    look(session)
+    changed = change(root, "workshop", begins_at=at(5), ends_at=at(6), rule="").json()
+    assert (changed["state"], changed["windows_ahead"]) == ("planned", 1)
+
+
+@pytest.mark.parametrize(
+    ("begun", "more", "pointer"),
+    [
+        (False, {"devices": {}}, "/devices"),
+        (False, {"device_ids": ["h.0"]}, "/device_ids"),
+        (False, {"ends_at": -1.0}, "/ends_at"),
+        (False, {"begins_at": 3.0}, "/ends_at"),
+        (False, {"begins_at": 20000.0, "ends_at": 20001.0}, "/begins_at"),
+        (False, {"timezone": "Europe/Berlinn"}, "/timezone"),
+        (False, {"rule": "FREQ=NEVER"}, "/rule"),
+        (True, {"begins_at": 2.0}, "/begins_at"),
+        (True, {"begins_at": 2.0, "ends_at": 3.0}, "/begins_at"),
+        (True, {"ends_at": -0.1}, "/ends_at"),
+        (True, {"ends_at": 40000.0}, "/ends_at"),
+        (True, {"ends_at": 3.0, "rule": "FREQ=DAILY"}, "/ends_at"),
+    ],
+)
+def test_fault_of_a_change_is_named_at_its_place(root, isle, kind, session, begun, more, pointer):
+    made = reserve(root, devices={kind: 1})
+    if begun:
+        let_begin(session, made["id"], now_at=0.5)
+    given = {name: at(it) if isinstance(it, float) else it for name, it in more.items()}
+    answer = change(root, made["id"], **given)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["errors"][0]["pointer"] == pointer
+
+
+@pytest.mark.parametrize(
+    ("more", "pointer"),
+    [
+        ({"begins_at": -1.0, "ends_at": 2.0}, "/begins_at"),
+        ({"begins_at": 2.0}, "/ends_at"),
+        ({"begins_at": 0.2, "ends_at": 0.8}, "/begins_at"),  # the present window ends later
+        ({"ends_at": 40.0}, "/ends_at"),  # the next window has begun by then
+    ],
+)
+def test_fault_of_a_change_of_a_begun_series_is_named(root, isle, kind, session, more, pointer):
+    made = reserve(root, devices={kind: 1}, rule="FREQ=DAILY;COUNT=3")
+    let_begin(session, made["id"], now_at=0.5)
+    given = {name: at(it) for name, it in more.items()}
+    answer = change(root, made["id"], **given)
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
+
+
+def test_end_alone_is_refused_between_windows(root, isle, kind, session):
+    made = reserve(root, devices={kind: 1}, rule="FREQ=DAILY;COUNT=3")
+    let_begin(session, made["id"], now_at=5)
+    answer = change(root, made["id"], ends_at=at(3))
+    assert "give begins_at, too" in answer.json()["detail"]
+    assert change(root, made["id"], rule="").json()["errors"][0]["pointer"] == "/rule"
+
+
+def test_maintenance_that_is_changed_drains_other_devices(root, isle, session):
+    first, second = isle[0].id, isle[1].id
+    reserve(root, name="repair", maintenance=True, device_ids=[first], hours=-0.1)
+    assert change(root, "repair", devices={"cpu": 1}).status_code == 422
+    assert change(root, "repair", device_ids=[second]).json()["device_ids"] == [second]
+    drained = {id: root.get(f"/v1/devices/{id}").json()["cordoned"] for id in (first, second)}
+    assert drained == {first: False, second: True}
+    assert change(root, "repair", ends_at=at(3)).status_code == 200
+    root.delete("/v1/reservations/repair")
+    assert not root.get(f"/v1/devices/{second}").json()["cordoned"]
 
 
 # --- what is in force -----------------------------------------------------------------------------

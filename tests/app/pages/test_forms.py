@@ -427,12 +427,28 @@ class TestReservations:
         shown = browse("red.member").look("/ui/reservations").text
         assert "workshop" in shown
         assert "Remove" not in shown
+        assert "Change" not in shown
         of_others = browse("blue.member").look("/ui/reservations").text
         assert "workshop" not in of_others
         assert "<strong>2</strong> of 2" in of_others, "what is taken is seen, not by whom"
         [made] = as_("root").get("/v1/reservations").json()["items"]
         root.send("/ui/reservations", do="remove", reservation=made["id"])
         assert "Nothing is reserved" in root.look("/ui/reservations").text
+
+    def test_reservation_is_changed_and_keeps_what_is_not_given(self, browse, as_, soon):
+        root = browse("root")
+        given = {"name": "workshop", "tenant_id": "ten_red", "number": "1", "kind": "cpu", **soon}
+        root.send("/ui/reservations", do="reserve", rule="FREQ=DAILY;COUNT=2", **given)
+        [made] = as_("root").get("/v1/reservations").json()["items"]
+        kept = {"timezone": made["timezone"], "rule": made["rule"]}
+        changes = {"reservation": made["id"], "devices": "cpu=2", "note": "for guests", **kept}
+        assert root.send("/ui/reservations", do="change", **changes).status_code == 303
+        assert "workshop is changed" in root.told("/ui/reservations")
+        [changed] = as_("root").get("/v1/reservations").json()["items"]
+        assert changed["windows"] == made["windows"]
+        assert (changed["devices"], changed["note"]) == ({"cpu": 2}, "for guests")
+        answer = root.send("/ui/reservations", do="change", **{**changes, "devices": "cpu=9"})
+        assert (answer.status_code, "can be reserved" in answer.text) == (409, True)
 
     def test_maintenance_is_planned_and_everybody_sees_it(self, browse, soon):
         root = browse("root")

@@ -149,6 +149,7 @@ POST   /v1/reservations                 401  403  403  403  403  403  403  201  
 GET    /v1/reservations                 401  200  200  200  200  200  200  200  devices:read
 GET    /v1/reservations:free            401  200  200  200  200  200  200  200  devices:read
 GET    /v1/reservations/{rsv}           401  200  200  200  200  404  404  200  devices:read
+PATCH  /v1/reservations/{rsv}           401  403  403  403  403  403  403  200  devices:write
 DELETE /v1/reservations/{rsv}           401  403  403  403  403  403  403  204  devices:write
 POST   /v1/channels                     401  403  403  403  201  403  422  201  work:write
 GET    /v1/channels                     401  200  200  200  200  200  200  200  work:read
@@ -235,6 +236,7 @@ BODIES = {
             "ends_at": "2027-01-02T00:00:00Z",
         }
     },
+    "PATCH /v1/reservations/{rsv}": {"json": {"note": "for guests"}},
     "POST /v1/channels": {
         "json": {
             "name": "new",
