@@ -343,6 +343,7 @@ _TASK = _object(
             "additionalProperties": {"type": "string"},
             "description": 'port -> source: "TASK.OUTPUT" of this request, so that the task starts'
             ' when TASK is done; "REQUEST/TASK.OUTPUT" of another request, by name or id;'
+            ' "REQUEST/LOT@best.OUTPUT" of the best member of its lot, once the lot is done;'
             ' "datablock:NAME", the newest version at the submit; or'
             ' "datablock:NAME@VERSION"',
         },

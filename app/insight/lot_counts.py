@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sqlalchemy import (
     Boolean,
     ColumnElement,
-    Numeric,
-    case,
-    cast,
     func,
     literal_column,
     or_,
@@ -154,12 +150,6 @@ def phase_of(state: LotState, hold: str) -> Phase:
         return found
     is_held = hold or state.counts.has_failed_too_often or not state.counts.at_once
     return Phase.paused if is_held else Phase.queued
-
-
-def metric_value(name: str) -> ColumnElement[Any]:
-    """Return the last value of a task's metric, as a column; null if it is not a number."""
-    value = Task.metrics[name]
-    return case((func.jsonb_typeof(value) == "number", cast(value.astext, Numeric)))
 
 
 def ends_in_s(session: Session, id: str, state: LotState) -> float | None:

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from app.core.model.descriptor import OF_REQUEST, Descriptor, Source, TaskDescriptor
 from app.core.model.fields import Fault, escaped, near_name
 from app.core.model.lifecycle import ENDED
+from app.core.model.provisions.best_rule import OF_BEST, objective_in
 from app.core.model.request_needs import DONE, FAIL, RUN
 from app.db.models import Need, Request, RequestNeed, Task
 from app.db.transactions import AnyRow
@@ -32,7 +33,8 @@ class FoundRequests:
     """Holds the needed requests: their names by id, and the tasks whose outputs are taken."""
 
     names: Mapping[str, str]
-    tasks: Mapping[tuple[str, str], AnyRow]  # by the request's id and the task's name
+    # by the request's id and the task's name, or `LOT@best`
+    tasks: Mapping[tuple[str, str], AnyRow]
 
     def rows(self, spec: TaskDescriptor) -> list[JSON]:
         """Return what the task awaits of other requests, as rows without the task's id."""
@@ -79,7 +81,7 @@ class FoundRequests:
         found.sort(key=lambda one: (one[2], one[0]))
         found.sort(key=lambda one: one[1].request, reverse=True)
         return [
-            {"task": s.name, "port": port, "output": s.output, "request_id": s.request}
+            {"task": s.task, "port": port, "output": s.output, "request_id": s.request}
             for port, s, _ in found
         ]
 
@@ -197,14 +199,16 @@ def _with_ids(task: TaskDescriptor, ids: Mapping[str, str]) -> TaskDescriptor:
 
 
 def _tasks(session: Session, tasks: Sequence[TaskDescriptor]) -> dict[tuple[str, str], AnyRow]:
-    wanted = {(s.request, s.name) for task in tasks for s in _taken(task).values()}
+    wanted = {(s.request, s.name): s.task for task in tasks for s in _taken(task).values()}
     if not wanted:
         return {}
     query = select(Task.request_id, Task.name, Task.id, Task.ordinal, Task.lot_id)
-    query = query.add_columns(Task.descriptor["outputs"].label("outputs"))
-    of_them = (Task.request_id.in_({id for id, _ in wanted}), Task.name.in_({n for _, n in wanted}))
-    rows = session.execute(query.where(*of_them))
-    return {(row.request_id, row.name): row for row in rows}
+    parts = ("outputs", "stop", "checkpoint")
+    query = query.add_columns(*(Task.descriptor[part].label(part) for part in parts))
+    of_them = (Task.request_id.in_({id for id, _ in wanted}), Task.name.in_({*wanted.values()}))
+    by_name = {(row.request_id, row.name): row for row in session.execute(query.where(*of_them))}
+    named = ((key, by_name.get((key[0], task))) for key, task in wanted.items())
+    return {key: row for key, row in named if row is not None}
 
 
 def _faults(tasks: Sequence[TaskDescriptor], found: FoundRequests) -> Iterator[Fault]:
@@ -228,14 +232,26 @@ def _bad_source(source: Source, found: FoundRequests, rules: Mapping[str, str]) 
     if row is None:
         is_member = source.name.rpartition(".")[2].isdecimal()
         hint = "; a member of a lot is there from when it may start" if is_member else ""
-        return f"the request {named} ({source.request}) has no task {source.name!r}{hint}"
-    if row.lot_id == row.id:
+        return f"the request {named} ({source.request}) has no task {source.task!r}{hint}"
+    if source.is_of_best and row.lot_id != row.id:
+        return (
+            f"{source.task!r} of {named} is not a lot, so no member is best; name its output "
+            f"without {OF_BEST}"
+        )
+    if source.is_of_best and objective_in({"stop": row.stop, "checkpoint": row.checkpoint}) is None:
+        return (
+            f"the lot {source.task!r} of {named} was submitted with neither `stop` nor "
+            "`checkpoint.best`, such as {metric: loss}, so no member is best. Name a member, such "
+            f"as {source.task}.0"
+        )
+    if row.lot_id == row.id and not source.is_of_best:
         return (
             f"{source.name!r} of {named} is a lot: each of its members has outputs of its own. "
-            f"Name a member, such as {source.name}.0, or publish the outputs as datablocks"
+            f"Name a member, such as {source.name}.0, or the best, {source.name}{OF_BEST}, or "
+            "publish the outputs as datablocks"
         )
     if source.output not in (row.outputs or []):
-        return f"{source.name!r} of {named} has no {source.output!r} in its outputs"
+        return f"{source.task!r} of {named} has no {source.output!r} in its outputs"
     if rules.get(source.request) == RUN:
         return f"the task takes this of {named}, so it cannot run without: let else be fail or hold"
     return ""

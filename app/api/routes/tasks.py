@@ -78,13 +78,14 @@ from app.db.models import (
 from app.db.transactions import AnySelect, Db
 from app.errors import BadInput, Conflict, NotFound
 from app.insight import explain, phases, reports
-from app.insight.lot_counts import ends_in_s, lot_states, metric_value, phase_of, rungs_of
+from app.insight.lot_counts import ends_in_s, lot_states, phase_of, rungs_of
 from app.insight.reports import NetworkUse
 from app.insight.time_spent import time_spent
 from app.intake import actions, request_needs
 from app.intake.intake import NewTask
 from app.intake.request_needs import FoundRequests
 from app.scheduling import guest_placements
+from app.scheduling.journal.best_members import metric_value
 
 router = v1_router("tasks", 404)
 

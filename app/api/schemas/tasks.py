@@ -283,7 +283,8 @@ class TaskOut(Out):
     )
     inputs: dict[str, str] = Field(
         {},
-        description="The source of each input: `TASK.OUTPUT`, `REQUEST/TASK.OUTPUT` or "
+        description="The source of each input: `TASK.OUTPUT`, `REQUEST/TASK.OUTPUT`, "
+        "`REQUEST/LOT@best.OUTPUT` or "
         "`datablock:NAME@VERSION`. Without a version in the descriptor, it is the newest version at"
         " submission; of a request, it is the id.",
     )

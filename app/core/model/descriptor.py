@@ -153,7 +153,8 @@ class Source:
     """Names the source of an input: `output` of the task `name`, or the datablock `name`.
 
     `version` is the version of a datablock; None is the newest at the time of the submission.
-    `request` is the name or the id of another request, whose task is meant.
+    `request` is the name or the id of another request, whose task is meant. If `name` ends in
+    `@best`, it names a lot of that request, and its best member is meant.
     """
 
     kind: str  # "task", "datablock" or OF_REQUEST
@@ -161,6 +162,16 @@ class Source:
     output: str = ""
     version: int | None = None
     request: str = ""
+
+    @property
+    def is_of_best(self) -> bool:
+        """True if the output is that of the best member of a lot."""
+        return self.name.endswith(OF_BEST)
+
+    @property
+    def task(self) -> str:
+        """The name of the task, or of the lot."""
+        return self.name.removesuffix(OF_BEST)
 
     @property
     def block(self) -> str:
@@ -584,8 +595,14 @@ def _inputs(fields: Fields) -> dict[str, Source]:
         if source is None:
             fields.fault(
                 where,
-                'must be "TASK.OUTPUT", "REQUEST/TASK.OUTPUT", "datablock:NAME" or '
-                '"datablock:NAME@VERSION"',
+                'must be "TASK.OUTPUT", "REQUEST/TASK.OUTPUT", "REQUEST/LOT@best.OUTPUT", '
+                '"datablock:NAME" or "datablock:NAME@VERSION"',
+            )
+        elif source.is_of_best and source.kind != OF_REQUEST:
+            fields.fault(
+                where,
+                "the best member of a lot is known when the lot is done, and only another request "
+                f'can take its output: submit this task apart, with "REQUEST/{source.block}"',
             )
         else:
             sources[port] = source
@@ -598,7 +615,7 @@ def source_of(said: str) -> Source | None:
         return datablock(said.removeprefix("datablock:"))
     request, slash, block = said.rpartition("/")
     name, _, output = block.rpartition(".")
-    if not NAME.fullmatch(name) or not WORD.fullmatch(output):
+    if not NAME.fullmatch(name.removesuffix(OF_BEST)) or not WORD.fullmatch(output):
         return None
     if slash and not NAME.fullmatch(request):
         return None

@@ -26,10 +26,11 @@ from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant,
 from app.insight import explain, phases
 from app.insight.explain import Why
 from app.insight.forecast import Start
-from app.insight.lot_counts import LotState, ends_in_s, lot_states, metric_value, phase_of
+from app.insight.lot_counts import LotState, ends_in_s, lot_states, phase_of
 from app.insight.reports.fleet import held_devices, steps_of
 from app.insight.reports.network import NetworkUse, network_use
 from app.scheduling.journal import rungs
+from app.scheduling.journal.best_members import metric_value
 from app.scheduling.journal.lots import IS_NO_MEMBER
 
 

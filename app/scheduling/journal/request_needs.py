@@ -5,32 +5,39 @@ lost if a process dies between the end of a request and the release of those tha
 next look finds them. The transaction that ends a request only nudges control. It could not release
 the others itself: it holds locks of tasks, and those of another request, perhaps on another island,
 come before them in the order of locks.
+
+A task that takes an output of the best member of a lot needs the lot; once the lot is done, its
+input is bound to the member.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
-from sqlalchemy import or_, select, text, update
+from sqlalchemy import case, or_, select, text, update
 from sqlalchemy.orm import Session
 
 from app.core.model import request_needs
-from app.core.model.lifecycle import ENDED
+from app.core.model.lifecycle import ENDED, State
+from app.core.model.provisions.best_rule import OF_BEST
 from app.core.model.request_needs import NeededState, NeedOutcome, RequestStanding
 from app.db import transactions
-from app.db.models import Request, RequestNeed, Task
+from app.db.models import Need, Request, RequestNeed, Task
 from app.db.transactions import AnyRow
 from app.messaging import outbox
 from app.scheduling.journal import task_writer
+from app.scheduling.journal.best_members import BestMember, find_best
 
 TASKS_AT_ONCE = 500  # that one transaction of control decides about
 
 
 def decide_needs(session: Session) -> bool:
     """Decide what can be decided now; True if there may be more."""
-    found = [row for row in session.execute(_UNDECIDED) if _outcome(row) != row.outcome]
+    best = cache(partial(find_best, session))
+    rows = session.execute(_UNDECIDED).all()
+    found = [row for row in rows if _outcome(row, best) != row.outcome]
     ids = [*dict.fromkeys(row.task_id for row in found)][:TASKS_AT_ONCE]
     if not ids:
         return False
@@ -40,8 +47,9 @@ def decide_needs(session: Session) -> bool:
     # read again: until the tasks were locked, others may have decided, or a request gone on
     for row in session.execute(_UNDECIDED).all():
         need = needs.get((row.task_id, row.needs_request_id, row.needs_task_id))
-        if need is not None and need.outcome == row.outcome and _outcome(row) != row.outcome:
-            _decide(session, tasks[row.task_id], need, row)
+        if need is None or need.outcome != row.outcome or _outcome(row, best) == row.outcome:
+            continue
+        _decide(session, tasks[row.task_id], need, row, best)
     by_task = defaultdict[str, list[str]](list)
     for need in needs.values():
         by_task[need.task_id].append(need.outcome)
@@ -49,6 +57,9 @@ def decide_needs(session: Session) -> bool:
         _stand(session, task, request_needs.standing(by_task[task.gang_id or task.id]))
     return len(ids) == TASKS_AT_ONCE
 
+
+#: The best member of a lot, which is done, by the lot's id.
+_BestOf = Callable[[str], BestMember | None]
 
 # The needed request is missing only if it was deleted after the task had ended, which a user then
 # let start again.
@@ -58,11 +69,15 @@ _UNDECIDED = text(
         coalesce(t.state, r.state, 'cancelled') as state,
         t.first_started_at is not null or n.needs_task_id = '' and exists (
             select from tasks m where m.request_id = r.id and m.first_started_at is not null
-        ) as has_started
+        ) as has_started,
+        t.lot_id = t.id and t.state = 'done' as is_done_lot
     from request_needs n
     left join requests r on r.id = n.needs_request_id
     left join tasks t on t.id = n.needs_task_id
-    where n.outcome in ('', 'hold') and (
+    where n.outcome in ('', 'hold')
+        -- a lot without a best member has none until it ends again
+        and (n.outcome = '' or t.lot_id is null or t.lot_id <> t.id or t.state <> 'done'
+            or t.ended_at > n.decided_at) and (
         n.outcome = 'hold' or n.awaited = 'started'
         or coalesce(t.state, r.state, 'cancelled') in ('done', 'failed', 'cancelled'))
     order by n.task_id, n.needs_request_id, n.needs_task_id
@@ -70,7 +85,9 @@ _UNDECIDED = text(
 )
 
 
-def _outcome(row: AnyRow) -> NeedOutcome:
+def _outcome(row: AnyRow, best: _BestOf) -> NeedOutcome:
+    if row.is_done_lot and best(row.needs_task_id) is None:
+        return NeedOutcome(row.otherwise)
     needed = NeededState(row.state, row.has_started)
     return request_needs.decide(row.awaited, row.otherwise, needed)
 
@@ -84,8 +101,8 @@ def _needs_of(session: Session, ids: Sequence[str]) -> dict[tuple[str, str, str]
     }
 
 
-def _decide(session: Session, task: Task, need: RequestNeed, row: AnyRow) -> None:
-    need.outcome = _outcome(row)
+def _decide(session: Session, task: Task, need: RequestNeed, row: AnyRow, best: _BestOf) -> None:
+    need.outcome = _outcome(row, best)
     need.decided_at = transactions.now(session) if need.outcome else None
     if task.state in ENDED:
         return
@@ -94,10 +111,21 @@ def _decide(session: Session, task: Task, need: RequestNeed, row: AnyRow) -> Non
         told = f"{named} runs again, and the task waits for it again."
     elif need.outcome == NeedOutcome.met:
         told = f"{named} {request_needs.told(need.awaited)}, which the task waited for."
+        if row.is_done_lot and (member := best(row.needs_task_id)) is not None:
+            _bind(session, task, row.needs_task_id, member)
+            told = f"{named} is {member.name}, with {member.told}."
     else:
         told = f"{missed(need, row.state, row.has_started)}: {_CONSEQUENCES[need.outcome]}."
     data = {"request": need.needs_request_id, "on": need.awaited, "outcome": need.outcome}
     task_writer.tell(session, task, "task.after_request", told, **data)
+
+
+def _bind(session: Session, task: Task, lot_id: str, member: BestMember) -> None:
+    """Let the task, and the members of its gang, take the lot's outputs from this member."""
+    takers = select(Task.id).where(or_(Task.id == task.id, Task.gang_id == task.id))
+    inputs = update(Need).where(Need.task_id.in_(takers), Need.needs_id == lot_id, Need.port != "")
+    bound = inputs.values(needs_id=member.id).execution_options(synchronize_session=False)
+    session.execute(bound)
 
 
 _CONSEQUENCES = {
@@ -109,10 +137,15 @@ _CONSEQUENCES = {
 
 def missed(need: RequestNeed, state: str, has_started: bool) -> str:
     """Return why what is awaited can no longer happen, as a sentence without its full stop."""
+    is_of_lot = need.name.endswith(OF_BEST)
+    named = f"{need.name.removesuffix(OF_BEST)} ({need.needs_request_id})"
+    if state == State.done and is_of_lot:
+        return (
+            f"{named} is done, but none of its members has a number as its metric, so none is best"
+        )
     how = {"done": "is done", "failed": "has failed"}.get(state, "was cancelled")
-    how += "" if has_started else " before it started"
+    how += "" if has_started or is_of_lot else " before it started"  # only members of a lot start
     awaited = request_needs.told(need.awaited)
-    named = f"{need.name} ({need.needs_request_id})"
     return f"{named} {how}, and this task starts only when it {awaited}"
 
 
@@ -154,13 +187,18 @@ def state_of(session: Session, need: RequestNeed) -> tuple[str, bool]:
 
 
 def waive(session: Session, task: Task) -> bool:
-    """Let the task go if another request holds it, as somebody resumed it; False if none does."""
+    """Let the task go if another request holds it, as somebody resumed it; False if none does.
+
+    One that lacks the output of a best member fails then, as if the member had failed.
+    """
     if task.standing != RequestStanding.held:
         return False
     which = update(RequestNeed).where(
         RequestNeed.task_id == (task.gang_id or task.id), RequestNeed.outcome == NeedOutcome.hold
     )
-    waived = which.values(outcome=NeedOutcome.waived, decided_at=transactions.now(session))
+    lacks = RequestNeed.name.endswith(OF_BEST, autoescape=True)
+    outcome = case((lacks, NeedOutcome.fail), else_=NeedOutcome.waived)
+    waived = which.values(outcome=outcome, decided_at=transactions.now(session))
     session.execute(waived.execution_options(synchronize_session=False))
     _stand_anew(session, task)
     return True

@@ -252,6 +252,99 @@ class TestInputs:
             refused = red.post("/v1/requests", json=body)
             assert why in str(problem(refused, 422, "validation-error", "/tasks/0/inputs/m"))
 
+    def test_input_of_the_best_member_waits_for_the_lot_and_then_takes_from_it(
+        self, session, submit, red
+    ):
+        lot, values = self.sweep(session, submit, goal="max"), [0.5, None, 0.75, 0.75, "nan"]
+        answer = submit(self.take("sweep/train@best.model"), name="b")
+        waits = answer["id"]
+        [task] = answer["tasks"]
+        assert task["inputs"] == {"m": f"{lot.request_id}/train@best.model"}
+        assert [each["task"] for each in task["after_requests"]] == ["train@best"]
+        look(session)
+        assert "sweep/train@best" in codes(session, task_of(session, waits))["AFTER_REQUEST"]
+        self.end(session, lot, values, failed=9)
+        look(session)
+        assert task_of(session, waits).state != "blocked"
+        need = session.scalars(select(Need).where(Need.task_id == task["id"])).one()
+        best = task_of(session, lot.request_id, "train.2")
+        assert (need.needs_id, need.output) == (best.id, "model")
+        assert "is train.2, with acc 0.75." in told(session, waits)[0]
+        # the lot is done: a later request takes the same at once, and a lot's members do
+        more = {"array": {"count": 2, "at_once": 2}, "checkpoint": {"best": {"metric": "acc"}}}
+        later = submit(self.take("sweep/train@best.model", **more), name="later")["id"]
+        look(session)
+        look(session)
+        for name in ("next.0", "next.1"):
+            member = task_of(session, later, name)
+            need = session.scalars(select(Need).where(Need.task_id == member.id)).one()
+            assert need.needs_id == best.id
+
+    @pytest.mark.parametrize(("otherwise", "state"), [("fail", "failed"), ("hold", "blocked")])
+    def test_lot_without_a_best_member_leaves_it_to_else(
+        self, session, submit, red, otherwise, state
+    ):
+        lot = self.sweep(session, submit)
+        start = {"after_requests": [{"request": "sweep", "on": "ended", "else": otherwise}]}
+        take = self.take("sweep/train@best.model", start=start)
+        waits = submit(take, name="b")["id"]
+        self.end(session, lot, [None, "nan"])
+        look(session)
+        look(session)
+        assert task_of(session, waits).state == state
+        why = "none of its members has a number as its metric"
+        assert [why in each for each in told(session, waits)] == [False, True]
+        if state == "failed":
+            assert why in str(task_of(session, waits).message)
+            return
+        assert why in codes(session, task_of(session, waits))["REQUEST_MISSED"]
+        member = task_of(session, lot.request_id, "train.1")
+        member.metrics = {"acc": 0.5}
+        again = func.now() + timedelta(seconds=1)
+        session.get_one(Task, lot.id).ended_at = again  # it was retried, and has ended
+        session.commit()
+        look(session)
+        assert task_of(session, waits).state != "blocked"
+        assert session.scalars(select(Need).where(Need.port == "m")).one().needs_id == member.id
+
+    def test_resumed_task_without_the_output_of_a_best_member_fails(self, session, submit, red):
+        lot = self.sweep(session, submit)
+        start = {"after_requests": [{"request": "sweep", "else": "hold"}]}
+        waits = submit(self.take("sweep/train@best.model", start=start), name="b")["id"]
+        self.end(session, lot, [None])
+        look(session)
+        assert red.post(f"/v1/requests/{waits}/release").status_code == 202
+        session.commit()
+        look(session)
+        assert task_of(session, waits).state == "failed"
+
+    def sweep(self, session, submit, goal: str = "min") -> Task:
+        """Submit a lot with an objective, and make its members; return its task."""
+        best = {"metric": "acc", "goal": goal}
+        array = {"count": 5, "at_once": 5}
+        lot = command("train", outputs=["model"], array=array, checkpoint={"best": best})
+        many = submit(lot, name="sweep")["id"]
+        look(session)
+        return task_of(session, many, "train")
+
+    def end(self, session, lot: Task, values: list[Any], *, failed: int | None = None) -> None:
+        """Let the lot be done, with these last values of its members; one more member failed."""
+        members = select(Task).where(Task.lot_id == lot.id, Task.lot_index.is_not(None))
+        for member in session.scalars(members):
+            at = member.lot_index
+            value = values[at] if at < len(values) else None
+            member.metrics = {} if value is None else {"acc": value}
+            member.state, member.ended_at = "done", func.now()
+        if failed is not None:
+            first = session.scalars(members.where(Task.lot_index == 0)).one()
+            first.state, first.metrics = "failed", {"acc": failed}
+        become(session, lot.request_id, "done", started=True)
+        lot = session.get_one(Task, lot.id)
+        lot.ended_at = func.now()
+        if failed is not None:
+            session.execute(update(Task).where(Task.id == first.id).values(state="failed"))
+        session.commit()
+
     def test_input_that_will_never_come_obeys_else_of_its_request(self, session, submit, maker):
         rule = {"request": maker, "on": "started", "else": "hold"}
         start = {"after_requests": [rule]}
@@ -266,11 +359,18 @@ class TestInputs:
 
     def test_bad_inputs_are_refused(self, session, submit, maker, red):
         submit(command("lot", outputs=["model"], array={"count": 3}), name="many")
+        best = {"checkpoint": {"best": {"metric": "loss"}}}
+        submit(command("lot", outputs=["model"], array={"count": 3}, **best), name="ranked")
         rule = {"after_requests": [{"request": "prep", "else": "run"}]}
         cases = [
             (self.take("prep/trai.model"), "no task"),
             (self.take("prep/train.modl"), "no 'modl'"),
-            (self.take("many/lot.model"), "is a lot"),
+            (self.take("many/lot.model"), "or the best, lot@best"),
+            (self.take("many/lot@best.model"), "neither `stop` nor `checkpoint.best`"),
+            (self.take("many/none@best.model"), "no task 'none'"),
+            (self.take("prep/train@best.model"), "is not a lot"),
+            (self.take("ranked/lot@best.modl"), "no 'modl'"),
+            (self.take("next@best.model"), '"REQUEST/next@best.model"'),
             (self.take("prep/train.model", start=rule), "cannot run without"),
             (self.take("none/train.model"), "no request"),
         ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
 from app.core.model.device_choice import ANY_DEVICE, NO_TRAITS, DeviceChoice, DeviceTraits
 from app.core.model.fields import Fault, Hints
+from app.core.model.provisions.best_rule import OF_BEST
 from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.resources import FIELDS, amount, told_of
 
@@ -177,7 +178,8 @@ def _of_lots(n: int, task: TaskDescriptor, lots: Collection[str]) -> Iterator[Fa
     for where, need in _edges(task):
         if need.port and need.task in lots:
             told = f"{need.task!r} is a lot: each of its members has outputs of its own. Publish"
-            told += " them as datablocks, or name the lot in start/after"
+            told += " them as datablocks, name the lot in start/after, or let another request take"
+            told += f" from its best member: REQUEST/{need.task}{OF_BEST}.{need.output}"
             yield Fault(f"/tasks/{n}/{where}", told, "lot")
 
 

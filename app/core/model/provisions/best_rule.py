@@ -22,7 +22,8 @@ from app.core.model.provisions.stop_rule import (
 JSON = dict[str, Any]
 
 MOST_BEST = 100  # best checkpoints of a task
-OF_BEST = "@best"  # after the name of a request: its best checkpoint
+# after the name of a request: its best checkpoint; after that of a lot in an input: its best member
+OF_BEST = "@best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +75,11 @@ def best_rule_in(descriptor: Mapping[str, Any]) -> BestRule | None:
     """Return the rule in a task's stored descriptor."""
     stored = (descriptor.get("checkpoint") or {}).get("best")
     return BestRule(**stored) if stored else None
+
+
+def objective_in(descriptor: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the metric and the goal by which a lot's members are compared, from its stored
+    descriptor: those of `stop`, or else of `checkpoint.best`; None without either.
+    """
+    stored = descriptor.get("stop") or (descriptor.get("checkpoint") or {}).get("best")
+    return (stored["metric"], stored["goal"]) if stored else None

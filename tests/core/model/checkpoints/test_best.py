@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.core.model import descriptor as descriptors
 from app.core.model.checkpoints.best import RankedCheckpoint, best_checkpoints
 from app.core.model.descriptor import TaskDescriptor
-from app.core.model.provisions.best_rule import BestRule, best_rule_in
+from app.core.model.provisions.best_rule import BestRule, best_rule_in, objective_in
 from tests.core.model.test_lot_members import faults
 
 VALUES = st.one_of(
@@ -104,6 +104,18 @@ def test_rule_is_read_and_stored():
     command = read(run={"command": ["true"]}, checkpoint={"best": {"metric": "loss"}})
     assert command.checkpoint.best == usual.checkpoint.best
     assert best_rule_in({}) is best_rule_in({"checkpoint": {"every_s": 1, "keep": 1}}) is None
+
+
+def test_lot_is_compared_by_its_rule_to_stop_or_else_by_that_of_its_checkpoints():
+    stop = {"metric": "loss", "goal": "min", "rungs": [10]}
+    checkpoint = {"best": {"metric": "acc", "goal": "max"}}
+    for fields, wanted in (
+        ({"stop": stop, "checkpoint": checkpoint}, ("loss", "min")),
+        ({"checkpoint": checkpoint}, ("acc", "max")),
+        ({}, None),
+    ):
+        lot = read(array={"count": 3}, **fields)
+        assert objective_in(descriptors.as_json(lot)) == wanted
 
 
 @pytest.mark.parametrize(
