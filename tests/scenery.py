@@ -66,7 +66,9 @@ class Scenery:
             ).first()
         )
         owner = {"tenant_id": tenant.id, "user_id": user.id}
-        request = self.add(Request(id=_id("req"), name=f"request of {name}", **owner))
+        given = {"tasks": [{"name": name, "run": {"job": "train:Train"}}]}
+        named = {"name": f"request of {name}", "descriptor": given}
+        request = self.add(Request(id=_id("req"), **named, **owner))
         task = self.add(
             Task(
                 id=_id("tsk"),

@@ -124,6 +124,14 @@ def transaction() -> Iterator[Session]:
         commit(session)
 
 
+@contextmanager
+def trial() -> Iterator[Session]:
+    """Yield a session of which nothing is committed, to find out what a change would do."""
+    with _sessions()() as session:
+        yield session
+        session.rollback()
+
+
 def see_one_snapshot(session: Session) -> None:
     """Let all queries that follow see the rows of one instant, so that their figures agree.
 

@@ -57,6 +57,7 @@ def routers() -> list[APIRouter]:
         secret_views,
         sign_in,
         task_forms,
+        tenant_views,
         views,
     )
 
@@ -70,6 +71,7 @@ def routers() -> list[APIRouter]:
         rerun_views.router,
         reservation_views.router,
         secret_views.router,
+        tenant_views.router,
         views.router,
     ]
 

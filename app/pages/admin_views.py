@@ -7,7 +7,6 @@ API show the same, and reject the same.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,9 +23,8 @@ from app.api.cursors import Paging
 from app.api.routes import audit as of_audit
 from app.api.routes import tenants as of_tenants
 from app.api.routes import webhooks as of_webhooks
-from app.api.schemas.people import KeyIn, RotateKeyIn, TenantPatch, UserIn
+from app.api.schemas.people import KeyIn, RotateKeyIn, UserIn
 from app.api.times import day
-from app.api.versions import etag
 from app.core.security.grants import ROLES
 from app.core.security.scopes import MEANINGS
 from app.core.webhooks.message_bodies import TYPES
@@ -34,24 +32,17 @@ from app.db import transactions
 from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import Db
 from app.errors import BadInput
-from app.insight import reports
-from app.pages import charts, forms, views
+from app.pages import forms, views
 from app.pages.forms import Field
 from app.pages.views import Sender, Visitor
 
 ON_A_PAGE = 50
 KEYS_SHOWN = 200
-USE_SHOWN_DAYS = 30
 
 #: How long a replaced key or secret stays valid besides its successor, in seconds.
 OVERLAPS = {0: "not at all", 3600: "an hour", 86_400: "a day", 7 * 86_400: "a week"}
 #: The lifetime of a new key, in days; 0 is never.
 LIVES = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
-#: The limits of a tenant for idle tasks and sessions, in words.
-IDLE_LIMITS = {
-    "idle_pause_s": "Pause what computes nothing, after seconds",
-    "session_end_s": "End sessions without input, after seconds",
-}
 TARGETS = (
     "key", "user", "tenant", "webhook", "request", "task", "checkpoint", "session", "device",
     "host", "preset", "secret", "reservation",
@@ -95,46 +86,6 @@ def _seconds(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-# --- tenants ------------------------------------------------------------------------------------
-
-
-@router.get("/ui/tenants")
-def list_tenants(request: Request, session: Db, caller: Admin) -> Response:
-    """Show quotas and use of the tenants that the caller sees, and the use of each member."""
-    now = reports.clock(session)
-    shares = reports.fair_share(session, now)
-    rows = {
-        row.id: row for row in session.scalars(select(Tenant).where(of_caller(caller, Tenant.id)))
-    }
-    month = timedelta(days=USE_SHOWN_DAYS)
-    tenant = None if caller.sees_all else caller.tenant_id
-    use = reports.usage(
-        session, tenant, since=now - month, until=now, group_by=("tenant", "user"), interval_s=86400
-    )
-    return views.page(
-        request,
-        "tenants.html",
-        caller,
-        now=now,
-        section="tenants",
-        shares=[share for share in shares if share.id in rows],
-        parts=charts.parts_of_level(shares),
-        rows=rows,
-        use=sorted(use, key=lambda row: -row.held_us)[:ON_A_PAGE],
-        use_us=sum(row.held_us for row in use),
-        held=_held_by_member(session, tenant),
-        days=USE_SHOWN_DAYS,
-    )
-
-
-def _held_by_member(session: Session, tenant: str | None) -> Counter[tuple[str, str]]:
-    """Return the devices that each member's tasks hold now, by the names of tenant and member."""
-    held = Counter[tuple[str, str]]()
-    for task in reports.running(session, tenant):
-        held[task.tenant, task.user] += len(task.devices)
-    return held
-
-
 # --- members ------------------------------------------------------------------------------------
 
 
@@ -151,50 +102,7 @@ def list_members(request: Request, session: Db, caller: Admin, cursor: str = "")
         next_cursor=found["next_cursor"],
         keys=_good_keys(session, [user["id"] for user in found["items"]]),
         tenants=tenant_names(session, caller),
-        idle_limits=_idle_limits(session, caller),
-        idle_words=IDLE_LIMITS,
     )
-
-
-def _idle_limits(session: Session, caller: Caller) -> list[dict[str, Any]]:
-    """Return the idle limits of the first tenants, and whether the caller may change them."""
-    query = select(Tenant).where(of_caller(caller, Tenant.id))
-    found = session.scalars(query.order_by(Tenant.id != caller.tenant_id, Tenant.name))
-    return [
-        {
-            "id": tenant.id,
-            "name": tenant.name,
-            "version": tenant.version,
-            "has_parent": tenant.parent_id is not None,
-            "may_change": caller.sees_all or tenant.id != caller.tenant_id,
-            "limits": {name: getattr(tenant, name) for name in IDLE_LIMITS},
-        }
-        for tenant in found.fetchmany(ON_A_PAGE)
-    ]
-
-
-@router.post("/ui/members/limits")
-def change_idle_limits(
-    request: Request,
-    session: Db,
-    caller: SendingAdmin,
-    tenant_id: Field = "",
-    version: Field = "",
-    idle_pause_s: Field = "",
-    session_end_s: Field = "",
-) -> Response:
-    """Set the idle limits of a tenant.
-
-    An empty limit means that the tenant above decides.
-    """
-    views.acts_as(request, session, caller, of_tenants.change_tenant)
-    given = {"idle_pause_s": idle_pause_s, "session_end_s": session_end_s}
-    seconds = {name: _seconds(text) if text else None for name, text in given.items()}
-    body = forms.filled(TenantPatch, **seconds)
-    number = int(version) if version.isdecimal() else 0
-    changed = of_tenants.change_tenant(tenant_id, body, Response(), caller, session, etag(number))
-    words = f"The idle limits of {changed['name']} are changed."
-    return views.answered(request, forms.Told(words=words), at="/ui/members")
 
 
 def _good_keys(session: Session, users: list[str]) -> dict[str, Any]:

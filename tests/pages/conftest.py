@@ -102,6 +102,7 @@ class Service:
         member, hook = f"/ui/members/{self.member}", f"/ui/webhooks/{self.hook}"
         return (
             "/ui/tenants",
+            f"/ui/tenants/{self.tracked.tenant_id}",
             "/ui/members",
             member,
             "/ui/channels",

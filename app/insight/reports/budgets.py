@@ -82,9 +82,9 @@ class BurnDown:
     forecast: tuple[float, float]
 
 
-def burn_downs(session: Session, tenant_id: str, user_id: str) -> list[BurnDown]:
+def burn_downs(session: Session, tenant_id: str, user_id: str = "") -> list[BurnDown]:
     """Return the budgets of a tenant and of one of its users, a picture for each kind."""
-    owners = [session.get(Tenant, tenant_id), session.get(User, user_id)]
+    owners = [session.get(Tenant, tenant_id), session.get(User, user_id) if user_id else None]
     return [
         drawn
         for owner in owners

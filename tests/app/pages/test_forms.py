@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,47 +15,9 @@ from sqlalchemy.orm import Session
 
 from app.api.access import auth
 from app.db.models import AuditEvent, Cycle, Decision, Delivery, Device, Secret, Task
-from app.db.transactions import transaction
 from app.pages import forms
 from tests.app.conftest import descriptor
-
-TOLD = '<div id="told" role="status">'
-OURS = {"Sec-Fetch-Site": "same-origin"}
-
-
-class Browser:
-    """Signed in as somebody; without script unless a call says `hx`."""
-
-    def __init__(self, client: TestClient, cookie: str) -> None:
-        self.client, self.cookie = client, cookie
-
-    def look(self, path: str) -> Any:
-        return self.client.get(path)
-
-    def send(self, path: str, *, hx: bool = False, headers: Any = OURS, **fields: Any) -> Any:
-        given = {"token": forms.token(self.cookie), **fields}
-        asked_by = {"HX-Request": "true"} if hx else {}
-        return self.client.post(path, data=given, headers={**headers, **asked_by})
-
-    def told(self, path: str) -> str:
-        """What the next page tells above itself."""
-        return words_of(self.look(path), TOLD)
-
-
-def words_of(answer: Any, element: str) -> str:
-    inner = answer.text.partition(element)[2].partition("</div>")[0]
-    return " ".join(html.unescape(re.sub("<[^>]+>", " ", inner)).split())
-
-
-@pytest.fixture
-def browse(app: Any, world: Any, session: Session) -> Callable[[str], Browser]:
-    def signed_in(who: str) -> Browser:
-        with transaction() as its:
-            _, cookie = auth.sign_in(its, world.keys[who])
-        cookies = {auth.COOKIE: cookie}
-        return Browser(TestClient(app, follow_redirects=False, cookies=cookies), cookie)
-
-    return signed_in
+from tests.app.pages.conftest import TOLD, Browser, words_of
 
 
 @pytest.fixture
@@ -274,30 +235,6 @@ class TestMembersAndKeys:
             "/ui/audit?target_id=%00",
         ):
             assert admin.look(address).status_code == 422, address
-
-
-class TestIdleLimits:
-    def test_limits_of_a_tenant_are_shown_and_changed(self, browse, as_):
-        root, page = browse("root"), "/ui/members"
-        tenant = as_("root").get("/v1/tenants/ten_red").json()
-        given = {"tenant_id": "ten_red", "version": tenant["version"], "idle_pause_s": "1800"}
-        assert root.send(f"{page}/limits", **given).status_code == 303
-        assert root.told(page) == f"The idle limits of {tenant['name']} are changed."
-        assert "pause after 30m 00s" in browse("red.tenant_admin").look(page).text
-        changed = as_("root").get("/v1/tenants/ten_red").json()
-        assert (changed["idle_pause_s"], changed["session_end_s"]) == (1800, None)
-        assert root.send(f"{page}/limits", **given).status_code == 412, "it has changed since"
-
-    def test_limits_are_changed_by_those_who_may_and_within_bounds(self, browse):
-        given = {"tenant_id": "ten_red", "version": "1"}
-        for who, status in (
-            ("red.tenant_admin", 403),
-            ("red.member", 403),
-            ("blue.tenant_admin", 404),
-        ):
-            assert browse(who).send("/ui/members/limits", **given).status_code == status, who
-        for bad in ({"idle_pause_s": "59"}, {"session_end_s": "soon"}, {"session_end_s": "-1"}):
-            assert browse("root").send("/ui/members/limits", **given, **bad).status_code == 422, bad
 
 
 class TestWebhooks:

@@ -7,26 +7,10 @@ import json
 import re
 
 import pytest
-from fastapi.testclient import TestClient
 
-from app.api.access import auth
-from app.db.transactions import transaction
-from app.pages import forms
 from tests.app.conftest import descriptor
 
 TASK = {"name": "train", "params": {"steps": 5}, "run": {"job": "train:Train"}}
-
-
-@pytest.fixture
-def browse(app, world):
-    """Return a browser in which a user has signed in."""
-
-    def browse(who="red.member"):
-        with transaction() as its:
-            _, cookie = auth.sign_in(its, world.keys[who])
-        return TestClient(app, cookies={auth.COOKIE: cookie}, follow_redirects=False)
-
-    return browse
 
 
 @pytest.fixture
@@ -37,17 +21,6 @@ def made(red):
     return answer.json()["id"], body
 
 
-def token_of(browser, page):
-    shown = browser.get(page).text
-    return shown, re.search(r'name="token" value="([^"]+)"', shown)[1]
-
-
-def send(browser, page, **fields):
-    _, token = token_of(browser, page)
-    origin = {"Origin": "http://testserver", "Accept": "text/html"}
-    return browser.post(page, data={"token": token, **fields}, headers=origin)
-
-
 def descriptor_of(client, answer):
     assert answer.status_code == 303, answer.text
     id = answer.headers["location"].rpartition("/")[2]
@@ -56,19 +29,21 @@ def descriptor_of(client, answer):
 
 def test_a_request_runs_again_as_it_was_submitted(browse, made, red):
     id, body = made
-    assert f'action="/ui/requests/{id}/again"' in browse().get(f"/ui/requests/{id}").text
-    answer = send(browse(), f"/ui/requests/{id}/again")
+    assert (
+        f'action="/ui/requests/{id}/again"' in browse("red.member").look(f"/ui/requests/{id}").text
+    )
+    answer = browse("red.member").send(f"/ui/requests/{id}/again")
     assert answer.headers["location"] != f"/ui/requests/{id}"
     assert descriptor_of(red, answer) == body
 
 
 def test_a_request_runs_again_with_what_was_changed(browse, made, red):
     id, body = made
-    shown, _ = token_of(browse(), f"/ui/requests/{id}/again")
+    shown = browse("red.member").look(f"/ui/requests/{id}/again").text
     text = html.unescape(re.search(r"<textarea[^>]*>(.*?)</textarea>", shown, re.DOTALL)[1])
     assert json.loads(text) == body
     changed = {**body, "tasks": [{**TASK, "params": {"steps": 7}}]}
-    answer = send(browse(), f"/ui/requests/{id}/again", descriptor=json.dumps(changed))
+    answer = browse("red.member").send(f"/ui/requests/{id}/again", descriptor=json.dumps(changed))
     assert descriptor_of(red, answer) == changed
 
 
@@ -83,7 +58,7 @@ def test_a_request_runs_again_with_what_was_changed(browse, made, red):
     ],
 )
 def test_a_wrong_descriptor_is_refused_with_its_fault(browse, made, text, told):
-    answer = send(browse(), f"/ui/requests/{made[0]}/again", descriptor=text)
+    answer = browse("red.member").send(f"/ui/requests/{made[0]}/again", descriptor=text)
     assert 400 <= answer.status_code < 500, answer.text
     page = html.unescape(answer.text)
     assert told in page, page[page.index("<main") :][:2000]
@@ -91,11 +66,9 @@ def test_a_wrong_descriptor_is_refused_with_its_fault(browse, made, text, told):
 
 def test_only_those_who_may_submit_can_run_a_request_again(browse, made):
     viewer, page = browse("red.viewer"), f"/ui/requests/{made[0]}/again"
-    assert "Run again" not in viewer.get(f"/ui/requests/{made[0]}").text
-    assert "textarea" not in viewer.get(page).text
-    token = forms.token(viewer.cookies[auth.COOKIE])
-    sent = viewer.post(page, data={"token": token}, headers={"Origin": "http://testserver"})
-    assert sent.status_code == 403
+    assert "Run again" not in viewer.look(f"/ui/requests/{made[0]}").text
+    assert "textarea" not in viewer.look(page).text
+    assert viewer.send(page).status_code == 403
 
 
 def test_the_url_that_is_called_is_shown_only_to_its_user(as_, red):

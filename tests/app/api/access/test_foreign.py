@@ -383,8 +383,8 @@ ADDRESSES = {
     "/ui/requests/{id}/again": ["/ui/requests/{}/again"],
     "/ui/compare": ["/ui/compare?run={}"],
     "/ui/tenants": ["/ui/tenants"],
+    "/ui/tenants/{id}": ["/ui/tenants/{}"],
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
-    "/ui/members/limits": [],  # it only takes a form
     "/ui/members/{id}": ["/ui/members/{}"],
     "/ui/reservations": ["/ui/reservations", "/ui/reservations?cursor={}"],
     "/ui/channels": ["/ui/channels", "/ui/channels?cursor={}"],
