@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -16,13 +17,16 @@ from app.core.model.fields import Fault, escaped
 from app.errors import BadInput
 
 
-def budget_from(given: BudgetIn, *, now: datetime, channels: Collection[str]) -> Budget:
+def budget_from(
+    given: BudgetIn, *, now: datetime, channels: Collection[str], where: str = "/budget"
+) -> Budget:
     """Return the budget that a call gives; raises BadInput with all of its faults.
 
-    `channels` are the names of the channels that the tenant has.
+    `channels` are the names of the channels that the tenant has; `where` is its place in the call.
     """
-    faults = (*_faults(given), *_unknown_channels(given, channels))
-    if faults:
+    found = (*_faults(given), *_unknown_channels(given, channels))
+    if found:
+        faults = tuple(replace(fault, pointer=f"{where}{fault.pointer}") for fault in found)
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
     period = given.period.days if isinstance(given.period, Days) else given.period
     return Budget(
@@ -40,13 +44,13 @@ def _faults(given: BudgetIn) -> Iterator[Fault]:
     for kind in given.device_hours:
         if kind != ALL and not re.fullmatch(KIND, kind):
             told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', or * for all"
-            yield Fault(f"/budget/device_hours/{escaped(kind)}", told, "kind")
+            yield Fault(f"/device_hours/{escaped(kind)}", told, "kind")
     for percent in given.at:
         if int(percent) > MOST_PERCENT:
             told = f"must be a percentage of 1 to {MOST_PERCENT}"
-            yield Fault(f"/budget/at/{percent}", told, "percent")
+            yield Fault(f"/at/{percent}", told, "percent")
     if told := unknown_zone(given.timezone):
-        yield Fault("/budget/timezone", told, "timezone")
+        yield Fault("/timezone", told, "timezone")
 
 
 def _unknown_channels(given: BudgetIn, channels: Collection[str]) -> Iterator[Fault]:
@@ -54,7 +58,7 @@ def _unknown_channels(given: BudgetIn, channels: Collection[str]) -> Iterator[Fa
         if name not in channels:
             has = f"it has: {', '.join(channels)}" if channels else "it has none"
             told = f"the tenant has no channel {name}; {has}"
-            yield Fault(f"/budget/to/{n}", told, "unknown-channel")
+            yield Fault(f"/to/{n}", told, "unknown-channel")
 
 
 def shown(row: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1169,6 +1169,8 @@ def _limits(value: JSON) -> str | None:
             told.append(f"{name.removeprefix('max_')} {most}")
     if (longest_s := value.get("max_duration_s")) is not None:
         told.append(f"duration {seconds(round(longest_s * 1_000_000))}")
+    if (terms := value.get("budget")) is not None:
+        told.append(f"budget {_granted(terms)} each {_period_of(terms)}")
     return "; ".join(told) or None
 
 
@@ -1193,10 +1195,10 @@ def budget(value: JSON) -> RenderableType:
     terms = value["budget"]
     if terms is None:
         return Text("There is no budget; --grant sets one.")
-    period = terms["period"]
     shown = facts(
         [
-            ("period", period if isinstance(period, str) else counted(period["days"], "day")),
+            ("set by", "user_defaults of the tenant" if value.get("is_default") else None),
+            ("period", _period_of(terms)),
             ("from", f"{value['begins_at'][:16]} to {value['ends_at'][:16]} (UTC)"),
             ("begins at midnight of", terms["timezone"]),
             ("then", ", ".join(f"at {p} % {action}" for p, action in terms["at"].items())),
@@ -1205,6 +1207,34 @@ def budget(value: JSON) -> RenderableType:
         ]
     )
     return Group(shown, Text(), table(value["kinds"], BUDGET))
+
+
+def budget_of_each_user(terms: JSON | None) -> RenderableType:
+    """Show the budget of each user of a tenant that has no own one."""
+    if terms is None:
+        return Text("There is no budget of each user; --grant sets one.")
+    return facts(
+        [
+            ("each user", _granted(terms)),
+            ("period", _period_of(terms)),
+            ("begins at midnight of", terms["timezone"]),
+            ("then", ", ".join(f"at {p} % {action}" for p, action in terms["at"].items())),
+            ("told to", ", ".join(terms["to"]) or None),
+            ("carries over", f"{terms['carry']:.0%} of what is left" if terms["carry"] else None),
+        ]
+    )
+
+
+def _period_of(terms: JSON) -> str:
+    period = terms["period"]
+    return period if isinstance(period, str) else counted(period["days"], "day")
+
+
+def _granted(terms: JSON) -> str:
+    return ", ".join(
+        f"{'all kinds' if kind == '*' else kind} {device_hours(hours)}"
+        for kind, hours in terms["device_hours"].items()
+    )
 
 
 def _reserved(it: JSON) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-#: The columns of a user that hold limits, which are the names in `Tenant.user_defaults` too.
+#: The columns of a user that hold limits, which are the names in `Tenant.user_defaults` too. That
+#: also has "budget", for `scheduling.budgets`.
 LIMITS = ("limit", "max_running", "max_queued", "max_sessions", "max_duration_s")
 
 
@@ -18,7 +19,7 @@ def bound_of(row: Any, name: str) -> Any:
 
 #: SQL of an object with the limits of the user `u` of the tenant `t`; without those that are null.
 LIMITS_OF_USER = (
-    "t.user_defaults || jsonb_strip_nulls(jsonb_build_object("
+    "t.user_defaults - 'budget' || jsonb_strip_nulls(jsonb_build_object("
     + ", ".join(f"""'{name}', u."{name}\"""" for name in LIMITS)
     + "))"
 )

@@ -23,7 +23,7 @@ from statistics import median
 from threading import Lock
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import Session
 
 from app.core.fairness.budget import Budget, budget_of, time_us
@@ -49,10 +49,9 @@ from app.db.models import (
     RungResult,
     Task,
     Tenant,
-    User,
 )
 from app.errors import BadInput, Conflict
-from app.scheduling import ledger, snapshot_reader
+from app.scheduling import budgets, ledger, snapshot_reader
 
 MOST_ARRIVALS = 20_000
 MOST_DEVICES = 10_000
@@ -163,7 +162,7 @@ def _budgets(session: Session) -> dict[str, Budget]:
     """Return the budgets of tenants and users, by id."""
     rows = [
         *session.execute(select(Tenant.id, Tenant.budget).where(Tenant.budget.is_not(None))),
-        *session.execute(select(User.id, User.budget).where(User.budget.is_not(None))),
+        *budgets.of_users(session, true()).items(),
     ]
     return {id: budget_of(stored) for id, stored in rows}
 

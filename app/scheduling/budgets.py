@@ -1,7 +1,8 @@
 """Counts charges against budgets, and puts in force what an exhausted budget asks for.
 
 `spend` is called by the ledger in the transaction of each charge, so the sum of what all periods
-of a budget have spent is what the ledger charged since the budget was set. Control calls `look`
+of a budget have spent is what the ledger charged since the budget was set. A user without a budget
+has that of the tenant's `user_defaults`, with rows of its own. Control calls `look`
 every few seconds; it is the only writer of `exhausted`, by which islands hold back, pause or demote
 (`core.fairness.budget`). All amounts are micro-device-seconds.
 
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, func, select, text, tuple_
+from sqlalchemy import ColumnElement, func, select, text, true, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -29,6 +30,7 @@ from app.db.models import BudgetPeriod, Delivery, Tenant, Usage, User, Webhook
 from app.errors import Conflict
 from app.identity import audit
 
+JSON = dict[str, Any]
 Owner = Tenant | User
 Account = tuple[str, str, str]  # user, tenant, kind of device
 
@@ -39,6 +41,7 @@ _TRY_TO_DECIDE = text("select pg_try_advisory_xact_lock(:key)").bindparams(key=_
 _ANY = text(
     "select exists (select from tenants where budget is not null)"
     " or exists (select from users where budget is not null)"
+    " or exists (select from tenants where jsonb_exists(user_defaults, 'budget'))"
 )
 
 
@@ -83,10 +86,9 @@ class _Budgets:
     def read(cls, session: Session, whose: Iterable[tuple[str, str]]) -> _Budgets:
         rows = session.execute(select(Tenant.id, Tenant.parent_id, Tenant.budget)).all()
         mine = User.id.in_([user for user, _ in whose])
-        bound = select(User.id, User.budget).where(mine, User.budget.is_not(None))
         return cls(
             tenants={row.id: budget_of(row.budget) for row in rows if row.budget is not None},
-            users={row.id: budget_of(row.budget) for row in session.execute(bound)},
+            users={user: budget_of(terms) for user, terms in of_users(session, mine).items()},
             parents={row.id: row.parent_id for row in rows},
         )
 
@@ -124,6 +126,22 @@ def time_us(session: Session) -> int:
     return round(transactions.now_s(session) * 1e6)
 
 
+def of_users(session: Session, which: ColumnElement[bool]) -> Mapping[str, JSON]:
+    """Return the budgets of users, their own or their tenant's default, in the form of a row."""
+    terms = func.coalesce(User.budget, Tenant.user_defaults["budget"])
+    query = select(User.id, terms).join(Tenant, Tenant.id == User.tenant_id)
+    bound = query.where(which, terms.is_not(None), User.deleted_at.is_(None)).order_by(User.id)
+    return {id: found for id, found in session.execute(bound)}
+
+
+def terms_of(session: Session, owner: Owner) -> JSON | None:
+    """Return the budget that counts for a tenant or user in its form in a row, None without one."""
+    if owner.budget is not None or isinstance(owner, Tenant):
+        return owner.budget
+    default = select(Tenant.user_defaults["budget"]).where(Tenant.id == owner.tenant_id)
+    return session.scalar(default)
+
+
 # --- what follows ---------------------------------------------------------------------------------
 
 
@@ -137,11 +155,13 @@ def look(session: Session) -> bool:
         return False
     changed, notices = False, list[BudgetNotice]()
     tenants = select(Tenant).where(Tenant.budget.is_not(None)).order_by(Tenant.id)
-    users = select(User).where(User.budget.is_not(None)).order_by(User.id)
-    owners: list[Owner] = [*session.scalars(tenants), *session.scalars(users)]
+    owners: list[tuple[Owner, JSON | None]] = [(it, it.budget) for it in session.scalars(tenants)]
+    terms_of_users = of_users(session, true())
+    users = select(User).where(User.id.in_(terms_of_users)).order_by(User.id)
+    owners += ((user, terms_of_users[user.id]) for user in session.scalars(users))
     running = _running(session)
-    for owner in owners:
-        changed |= _decide(session, owner, notices, running.get(_ids(owner), ()))
+    for owner, terms in owners:
+        changed |= _decide(session, owner, terms, notices, running.get(_ids(owner), ()))
     session.flush()
     _write_notices(session, notices)
     return changed
@@ -150,16 +170,18 @@ def look(session: Session) -> bool:
 def _decide(
     session: Session,
     owner: Owner,
+    terms: JSON | None,
     notices: list[BudgetNotice],
     rows: Iterable[BudgetPeriod] | None = None,
 ) -> bool:
     """Put in force what the budget of a tenant or user asks for now; True if that is a change.
 
-    What is to be told is added to `notices`. `rows` are the budget's, if they were read already.
+    `terms` are the budget in its form in a row. What is to be told is added to `notices`. `rows`
+    are the budget's, if they were read already.
     """
     in_force, ends_at = dict[str, str](), None
-    if owner.budget is not None:
-        it = budget_of(owner.budget)
+    if terms is not None:
+        it = budget_of(terms)
         period = it.period_at(time_us(session))
         begun = _begun(session, owner, it, period, rows)
         spendings = {kind: spending_of(row) for kind, row in begun.items()}
@@ -167,10 +189,9 @@ def _decide(
         in_force, ends_at = dict(budgets.actions(it, spendings)), period.ends_at
     if (owner.exhausted, owner.budget_ends_at) == (in_force, ends_at):
         return False
-    decided_for = owner.budget
     transactions.lock_again(session, owner)
-    if owner.budget != decided_for:
-        return _decide(session, owner, notices)
+    if (newer := terms_of(session, owner)) != terms:
+        return _decide(session, owner, newer, notices)
     changed = owner.exhausted != in_force
     owner.exhausted, owner.budget_ends_at = in_force, ends_at
     return changed
@@ -182,7 +203,7 @@ def _reached(owner: Owner, it: Budget, rows: Mapping[str, BudgetPeriod]) -> Iter
         reached = budgets.reached(it, spending_of(row))
         if reached and reached[-1] > row.told:
             row.told = reached[-1]
-            yield BudgetNotice(owner, kind, row.told, it.at[row.told])
+            yield BudgetNotice(owner, kind, row.told, it.at[row.told], it.to)
 
 
 class BudgetNotice(NamedTuple):
@@ -192,6 +213,7 @@ class BudgetNotice(NamedTuple):
     kind: str
     percent: int
     action: str
+    to: tuple[str, ...]  # names of channels
 
 
 def _write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
@@ -204,7 +226,7 @@ def _write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
         _tell_channels(session, notice)
     session.flush()
     call = audit.Call(operation="lookAtBudgets", user="control")
-    for owner, kind, percent, action in notices:
+    for owner, kind, percent, action, _ in notices:
         target = ("user" if isinstance(owner, User) else "tenant", owner.id)
         after = {"budget": kind, "spent_percent": percent, "action": action}
         tenant = _ids(owner)[0]
@@ -212,12 +234,12 @@ def _write_notices(session: Session, notices: Iterable[BudgetNotice]) -> None:
 
 
 def _tell_channels(session: Session, notice: BudgetNotice) -> None:
-    owner, kind, percent, action = notice
+    owner, kind, percent, action, to = notice
     tenant = _ids(owner)[0]
     mine = (Webhook.tenant_id == tenant, Webhook.disabled_at.is_(None))
-    named = Webhook.name.in_(budget_of(owner.budget or {}).to)
     at = transactions.now(session)
-    for channel in session.scalars(select(Webhook).where(*mine, named).order_by(Webhook.id)):
+    named = select(Webhook).where(*mine, Webhook.name.in_(to))
+    for channel in session.scalars(named.order_by(Webhook.id)):
         form = str(channel.kind)
         body = channel_texts.budget_body(form, owner.name, kind, percent, action, at=at)
         session.add(
@@ -311,10 +333,13 @@ def set_budget(session: Session, owner: Owner, it: Budget | None) -> None:
     its period and kind also keeps what is counted there, to the microsecond.
     """
     lock(session)
-    old = None if owner.budget is None else budget_of(owner.budget)
+    before = terms_of(session, owner)
+    old = None if before is None else budget_of(before)
     owner.budget = None if it is None else it.as_json()
     session.flush()
-    if it is not None:
+    terms = terms_of(session, owner)
+    if terms is not None:
+        it = budget_of(terms)
         tenant, user = _ids(owner)
         period = it.period_at(time_us(session))
         kept = _kinds_that_go_on(old, it, period, time_us(session))
@@ -330,9 +355,66 @@ def set_budget(session: Session, owner: Owner, it: Budget | None) -> None:
     _decide_and_tell(session, owner)
 
 
+def set_default(session: Session, tenant: Tenant, it: Budget | None) -> None:
+    """Give each user of a tenant without a budget of its own this one, or none; the tenant is new,
+    or locked after `lock`. It is counted as by `set_budget`; control puts it in force.
+    """
+    before = tenant.user_defaults.get("budget")
+    if it is not None and before is not None:
+        same = replace(it, since=budget_of(before).since)
+        it = same if same.as_json() == before else it  # its periods go on
+    after = None if it is None else it.as_json()
+    if after == before:
+        return
+    lock(session)
+    others = {name: limit for name, limit in tenant.user_defaults.items() if name != "budget"}
+    tenant.user_defaults = others if after is None else {**others, "budget": after}
+    session.flush()
+    bound = (User.tenant_id == tenant.id, User.budget.is_(None), User.deleted_at.is_(None))
+    if it is None:
+        freed = update(User).where(*bound).values(exhausted={}, budget_ends_at=None)
+        session.execute(freed)
+        return
+    period = it.period_at(time_us(session))
+    old = None if before is None else budget_of(before)
+    kept = _kinds_that_go_on(old, it, period, time_us(session))
+    users = session.scalars(select(User.id).where(*bound).order_by(User.id)).all()
+    for kind, granted_us in it.grants_us.items():
+        spent = {} if kind in kept else _charged_to_users(session, tenant, kind, period)
+        rows = [
+            {
+                **_row(tenant.id, user, kind, period, granted_us),
+                "spent_us": spent.get(user, 0),
+                "carried_us": 0,
+                "told": 0,
+            }
+            for user in users
+        ]
+        if rows:
+            session.connection().execute(_KEEP if kind in kept else _BEGIN, rows)
+
+
+_KEY = ["tenant_id", "user_id", "kind", "begins_at"]
+_ANEW = {name: _NEW.excluded[name] for name in ("granted_us", "ends_at", "spent_us", "told")}
+_BEGIN = _NEW.on_conflict_do_update(index_elements=_KEY, set_=_ANEW)
+_KEPT = {name: _NEW.excluded[name] for name in ("granted_us", "ends_at")}
+_KEEP = _NEW.on_conflict_do_update(index_elements=_KEY, set_=_KEPT)
+
+
+def _charged_to_users(
+    session: Session, tenant: Tenant, kind: str, period: Period
+) -> Mapping[str, int]:
+    """Return what was charged to each user of a tenant since the period began."""
+    query = select(Usage.user_id, func.sum(Usage.charged_us)).group_by(Usage.user_id)
+    query = query.where(Usage.tenant_id == tenant.id, Usage.bucket >= period.begins_at)
+    if kind != ALL:
+        query = query.where(Usage.kind == kind)
+    return {user: int(charged_us) for user, charged_us in session.execute(query)}
+
+
 def _decide_and_tell(session: Session, owner: Owner) -> None:
     notices = list[BudgetNotice]()
-    _decide(session, owner, notices)
+    _decide(session, owner, terms_of(session, owner), notices)
     session.flush()
     _write_notices(session, notices)
 
@@ -362,7 +444,8 @@ def charged_within(session: Session, owner: Owner, kind: str, period: Period) ->
 
 def adjust(session: Session, owner: Owner, kind: str, *, us: int, why: str, by: str) -> bool:
     """Add to what the budget grants in this period, or take away; False if it has no such kind."""
-    if owner.budget is None or kind not in (it := budget_of(owner.budget)).grants_us:
+    terms = terms_of(session, owner)
+    if terms is None or kind not in (it := budget_of(terms)).grants_us:
         return False
     session.execute(_DECIDE)
     row = _begun(session, owner, it, it.period_at(time_us(session)))[kind]

@@ -87,22 +87,26 @@ def adjust_user_budget(id: str, body: AdjustmentIn, caller: Authed, session: Db)
 def _adjusted(
     session: Session, caller: Caller, owner: Tenant | User, body: AdjustmentIn
 ) -> dict[str, Any]:
-    if owner.budget is None:
+    terms = budgets.terms_of(session, owner)
+    if terms is None:
         raise Conflict(f"{owner.name} has no budget to add to; set the field `budget` of it first")
     us, by = round(body.device_hours * HOUR_US), caller.user_name
     if not budgets.adjust(session, owner, body.kind, us=us, why=body.why, by=by):
-        kinds = ", ".join(sorted(owner.budget["grants_us"]))
+        kinds = ", ".join(sorted(terms["grants_us"]))
         raise BadInput.at("/kind", f"the budget has no {body.kind!r}; it has {kinds}", "kind")
     tell_islands(session)
     return _shown(session, owner)
 
 
 def _shown(session: Session, owner: Tenant | User) -> dict[str, Any]:
-    if owner.budget is None:
-        return {"budget": None, "begins_at": None, "ends_at": None, "kinds": []}
+    terms = budgets.terms_of(session, owner)
+    if terms is None:
+        nothing = dict.fromkeys(("budget", "begins_at", "ends_at"))
+        return {**nothing, "is_default": False, "kinds": []}
     period, standings = reports.budget_standings(session, owner)
     return {
-        "budget": budget_values.shown(owner.budget),
+        "budget": budget_values.shown(terms),
+        "is_default": owner.budget is None,
         "begins_at": period.begins_at,
         "ends_at": period.ends_at,
         "kinds": [_kind(each) for each in standings],

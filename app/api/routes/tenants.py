@@ -33,6 +33,7 @@ from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import KIND, Page
+from app.api.schemas.budgets import BudgetIn
 from app.api.schemas.people import (
     KeyIn,
     KeyMade,
@@ -49,6 +50,7 @@ from app.api.schemas.people import (
     UserPatch,
 )
 from app.api.versions import IfMatch, check_version, etag
+from app.core.fairness.budget import Budget
 from app.core.model.fields import Fault, escaped
 from app.core.model.lifecycle import ENDED
 from app.core.model.provisions import network_policy
@@ -99,13 +101,13 @@ def create_tenant(
         idle_pause_s=body.idle_pause_s,
         session_end_s=body.session_end_s,
         network=_network(session, caller, body.network),
-        user_defaults=_defaults(body.user_defaults),
         tier=body.tier,
     )
     _check_quota(tenant, "guarantee")
     _add(session, tenant, f"{parent.name} already has a child tenant named {body.name!r}")
     if body.guarantee:
         _check_promises(session, caller, tenant, before, "guarantee")
+    _take_defaults(session, tenant, body.user_defaults)
     _take_budget(session, tenant, body)
     response.headers["Location"] = f"/v1/tenants/{tenant.id}"
     return _tenant_out(session, response, tenant)
@@ -159,6 +161,8 @@ def change_tenant(
     _lock(session, tenant, body)
     check_version(if_match, tenant.version)
     _take_budget(session, tenant, body)
+    if body.user_defaults is not None:
+        _take_defaults(session, tenant, body.user_defaults)
     if body.parent_id is not None:
         tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
         _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
@@ -168,8 +172,6 @@ def change_tenant(
     _take_over(tenant, body)
     if network is not None:
         tenant.network = network
-    if body.user_defaults is not None:
-        tenant.user_defaults = _defaults(body.user_defaults)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
     _flush(session, f"its parent already has a child tenant named {tenant.name!r}")
@@ -187,8 +189,8 @@ def _reweigh(session: Session, row: Tenant | User, body: TenantPatch | UserPatch
 
 
 def _lock(session: Session, row: Tenant | User, body: TenantPatch | UserPatch) -> None:
-    """Lock a row for a change; before it all charges, if the budget changes."""
-    if "budget" in body.model_fields_set:
+    """Lock a row for a change; before it all charges, if a budget may change."""
+    if body.model_fields_set & {"budget", "user_defaults"}:
         budgets.lock(session)
     transactions.lock_again(session, row)
 
@@ -199,19 +201,25 @@ def _take_budget(
     """Set the budget that is given; null removes it.  The row is locked, or new."""
     if "budget" not in body.model_fields_set:
         return
-    given = body.budget
-    it = None
-    if given is not None:
-        tenant = row.tenant_id if isinstance(row, User) else row.id
-        its = channels.names(session, tenant) if given.to else ()
-        it = budget_from(given, now=transactions.now(session), channels=its)
-    budgets.set_budget(session, row, it)
+    tenant = row.tenant_id if isinstance(row, User) else row.id
+    budgets.set_budget(session, row, _budget(session, tenant, body.budget, "/budget"))
 
 
-def _defaults(given: UserDefaults) -> dict[str, Any]:
-    """Return the limits that are set; raises BadInput."""
+def _budget(session: Session, tenant: str, given: BudgetIn | None, where: str) -> Budget | None:
+    """Return the budget that is given; raises BadInput."""
+    if given is None:
+        return None
+    its = channels.names(session, tenant) if given.to else ()
+    return budget_from(given, now=transactions.now(session), channels=its, where=where)
+
+
+def _take_defaults(session: Session, tenant: Tenant, given: UserDefaults) -> None:
+    """Set what each user of the tenant has without own limits; raises BadInput."""
     _check_kinds("/user_defaults/limit", given.limit or {})
-    return given.model_dump(exclude_none=True)
+    it = _budget(session, tenant.id, given.budget, "/user_defaults/budget")
+    kept = {name: terms for name, terms in tenant.user_defaults.items() if name == "budget"}
+    tenant.user_defaults = {**given.model_dump(exclude_none=True, exclude={"budget"}), **kept}
+    budgets.set_default(session, tenant, it)
 
 
 def _check_kinds(pointer: str, limit: dict[str, int]) -> None:
@@ -327,9 +335,11 @@ def _tenant_out(session: Session, response: Response, tenant: Tenant) -> dict[st
 
 def _shown(tenant: Tenant) -> dict[str, Any]:
     shown = {name: getattr(tenant, name, None) for name in TenantOut.model_fields}
+    default = budget_values.shown(tenant.user_defaults.get("budget"))
     return {
         **shown,
         "weight": tenant.weight_milli / 1000,
+        "user_defaults": {**tenant.user_defaults, "budget": default},
         "budget": budget_values.shown(tenant.budget),
     }
 

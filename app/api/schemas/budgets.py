@@ -122,6 +122,7 @@ class BudgetOut(Out):
             "carry": 0.5,
             "to": ["ml-alerts"],
         },
+        is_default=False,
         begins_at="2026-10-31T23:00:00Z",
         ends_at="2026-11-30T23:00:00Z",
         kinds=[
@@ -147,6 +148,10 @@ class BudgetOut(Out):
         ],
     )
     budget: BudgetSet | None = Field(description="Null: there is none, and nothing is bounded.")
+    is_default: bool = Field(
+        description="True: the user has no own budget, and this is that of the tenant's "
+        "`user_defaults`."
+    )
     begins_at: datetime | None
     ends_at: datetime | None
     kinds: list[BudgetKind]

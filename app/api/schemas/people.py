@@ -63,7 +63,9 @@ _NETWORK = (
 )
 Network = Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=MAX_DESTINATIONS)]
 IdlePause = Annotated[int, Field(ge=LEAST_PAUSE_S, le=30 * 86400)]
-_USER_DEFAULTS = "Limits of each user of this tenant that has no own ones; left out: no limit."
+_USER_DEFAULTS = (
+    "Limits, and a budget, of each user of this tenant that has no own ones; left out: none."
+)
 _USER_LIMIT = "Maximum number of devices of the user by kind; `*`: all kinds together."
 _USER_RUNNING = "Maximum number of the user's tasks that hold devices at once."
 _USER_QUEUED = "Maximum number of the user's queued tasks; further submissions are rejected."
@@ -74,6 +76,9 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False, s
 _BUDGET = (
     "Device-hours that may be charged in a period, and what follows when they are used; null: no "
     "budget."
+)
+_USER_BUDGET = (
+    "The budget of each user of this tenant that has no own one: each may be charged so much alone."
 )
 _TIER = "The highest tier for requests of this tenant and its child tenants."
 
@@ -87,6 +92,7 @@ class UserDefaults(In):
     max_queued: Count | None = Field(None, description=_USER_QUEUED)
     max_sessions: Count | None = Field(None, description=_USER_SESSIONS)
     max_duration_s: Seconds | None = Field(None, description=_USER_DURATION)
+    budget: BudgetIn | None = Field(None, description=_USER_BUDGET)
 
 
 class TenantIn(In):

@@ -23,6 +23,10 @@ def budget(
         str, typer.Argument(metavar="[TENANT]", help="name or id; default: your own tenant")
     ] = "",
     user: Annotated[str, typer.Option(help="the budget of this user instead")] = "",
+    each_user: Annotated[
+        bool,
+        typer.Option("--each-user", help="the budget of each user of the TENANT that has none"),
+    ] = False,
     grant: Annotated[
         list[str] | None, typer.Option("--grant", help=f"set the budget: {_HOURS}")
     ] = None,
@@ -61,8 +65,15 @@ def budget(
         raise typer.BadParameter("--add and --why belong together")
     if sum((bool(grant), remove, bool(add))) > 1:
         raise typer.BadParameter("give one of --grant, --add and --remove")
+    if each_user and (user or add):
+        raise typer.BadParameter("--each-user goes with a TENANT, and neither --user nor --add")
     with root_command.connect(ctx) as client:
         path, owner = _owner(client, which, user)
+        if each_user:
+            new = _budget(grant, given) if grant else None
+            default = _each_user(client, path, owner, new, remove)
+            show({"budget": default}, output, lambda: wording.budget_of_each_user(default))
+            return
         if grant or remove:
             body = None if remove else _budget(grant or [], given)
             client.patch(path, {"budget": body}, version=owner["version"])
@@ -74,6 +85,17 @@ def budget(
             return
         found = client.get(f"{path}/budget")
     show(found, output, lambda: wording.budget(found))
+
+
+def _each_user(
+    client: Client, path: str, tenant: JSON, new: JSON | None, remove: bool
+) -> JSON | None:
+    """Return the budget of each user of a tenant, after it was set or removed."""
+    if new is not None or remove:
+        limits = {**tenant["user_defaults"], "budget": new}
+        tenant = client.patch(path, {"user_defaults": limits}, version=tenant["version"])
+    default: JSON | None = tenant["user_defaults"]["budget"]
+    return default
 
 
 def _owner(client: Client, which: str, user: str) -> tuple[str, JSON]:

@@ -47,7 +47,7 @@ class Tenant(Base):
     session_end_s: Mapped[int | None]
     # destinations that tasks may reach (`provisions.network_policy`); null: no policy of its own
     network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
-    # limits of its users without their own, as in `User`: only those that are set
+    # limits, and the budget, of its users without their own, as in `User`: only those that are set
     user_defaults: Mapped[dict[str, Any]] = json_column()
     # what may be charged in a period (`core.fairness.budget.Budget.as_json`); null: no budget
     budget: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
@@ -100,7 +100,7 @@ class User(Base):
     max_queued: Mapped[int | None]
     max_sessions: Mapped[int | None]  # most sessions that have not ended
     max_duration_s: Mapped[float | None]  # longest `max_duration_s` of a task
-    # the budget of the user alone, as for a tenant
+    # the budget of the user alone, as for a tenant; null: what the tenant's `user_defaults` say
     budget: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     exhausted: Mapped[dict[str, Any]] = json_column()
     budget_ends_at: Mapped[datetime | None]

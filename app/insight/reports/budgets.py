@@ -33,8 +33,9 @@ class BudgetStanding:
 
 def budget_standings(session: Session, owner: Owner) -> tuple[Period, list[BudgetStanding]]:
     """Return how much of a budget is spent; the owner has one."""
-    assert owner.budget is not None
-    it, now_us = budget_of(owner.budget), budgets.time_us(session)
+    terms = budgets.terms_of(session, owner)
+    assert terms is not None
+    it, now_us = budget_of(terms), budgets.time_us(session)
     period = it.period_at(now_us)
     rows = budgets.rows_of(session, owner, period)
     since = Period(now_us - RATE_OVER // timedelta(microseconds=1), now_us)
@@ -88,7 +89,7 @@ def burn_downs(session: Session, tenant_id: str, user_id: str = "") -> list[Burn
     return [
         drawn
         for owner in owners
-        if owner is not None and owner.budget is not None
+        if owner is not None and budgets.terms_of(session, owner) is not None
         for drawn in _drawn(session, owner)
     ]
 

@@ -1347,6 +1347,24 @@ class TestTenants:
         assert made.exit_code == 0, made.output
         assert "at 100 % pause" in made.stdout
 
+    def test_budget_of_each_user_of_a_tenant_is_set_shown_and_removed(self, run):
+        def budget(*words):
+            result = run("--as", "platform", "budget", *words)
+            assert result.exit_code == 0, result.output
+            return result.stdout
+
+        each = ("gamma", "--each-user")
+        assert run("--as", "platform", "tenant", "gamma", "--each-user", "max_running=7").stdout
+        told = budget(*each, "--grant", "cuda=10", "--period", "week")
+        assert re.search(r"each user +cuda 10.0 h", told)
+        shown = run("--as", "platform", "tenant", "gamma").stdout
+        assert "running 7; budget cuda 10.0 h each week" in " ".join(shown.split())
+        assert run("--as", "platform", "tenant", "gamma", "--each-user", "max_running=none").stdout
+        assert "at 100 % pause" in budget(*each)
+        assert "There is no budget of each user" in budget(*each, "--remove")
+        for words in (("--user", "ada"), ("--add", "cuda=1", "--why", "so")):
+            assert run("--as", "platform", "budget", "--each-user", *words).exit_code == 2
+
     def test_only_given_fields_of_a_tenant_are_changed(self, run):
         def tenant(*words):
             result = run("--as", "platform", "tenant", "gamma", *words, "-o", "json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import func, select
@@ -99,6 +99,64 @@ def test_budget_of_a_user_counts_the_user_alone(session, clock):
     budgets.look(session)
     assert owner.exhausted == {"cuda": "pause"}
     assert snapshot_reader.users(session, "isle")[HERS[0]].exhausted == {"cuda": "pause"}
+
+
+def give_each(session, hours, **more):
+    """Set the budget of each user of red; None removes it."""
+    it = None
+    if hours is not None:
+        grants_us = {kind: round(each * HOUR_US) for kind, each in hours.items()}
+        it = Budget(grants_us=grants_us, **{"at": PAUSE, **more})
+    budgets.set_default(session, red(session), it)
+
+
+def test_default_counts_for_each_user_alone_and_an_own_budget_replaces_it(session, clock):
+    her, other = session.get_one(User, HERS[0]), User(id="usr_2", tenant_id="ten_red", name="bo")
+    session.add(other)
+    session.flush()
+    charge(session, HERS, HOUR_US // 2)
+    give_each(session, {"cuda": 1.0, "*": 9.0})
+    charge(session, HERS, HOUR_US // 2 - 1)
+    charge(session, ("usr_2", "ten_red"), HOUR_US // 4)
+    charge(session, HIS, HOUR_US)
+    assert not budgets.look(session), "a default of red does not count for blue"
+    spent = [(row.user_id, row.kind, row.spent_us) for row in rows_of_users(session)]
+    assert sorted(spent) == [
+        ("usr_2", "*", HOUR_US // 4),
+        ("usr_2", "cuda", HOUR_US // 4),
+        (HERS[0], "*", HOUR_US - 1),
+        (HERS[0], "cuda", HOUR_US - 1),
+    ]
+    charge(session, HERS, 1)
+    assert budgets.look(session)
+    assert (her.exhausted, other.exhausted) == ({"cuda": "pause"}, {})
+    grant(session, her, {"cuda": 2.0})
+    assert her.exhausted == {}
+    own = {row.kind: row.spent_us for row in rows(session, "ten_red", HERS[0])}
+    assert own["cuda"] == HOUR_US
+    budgets.set_budget(session, her, None)
+    assert her.exhausted == {"cuda": "pause"}, "the default counts again, with what was spent"
+    give_each(session, None)
+    session.expire_all()
+    assert (her.exhausted, her.budget_ends_at) == ({}, None)
+    assert not budgets.look(session)
+
+
+def rows_of_users(session):
+    query = select(BudgetPeriod).where(BudgetPeriod.user_id != "", BudgetPeriod.spent_us > 0)
+    return session.scalars(query.execution_options(populate_existing=True)).all()
+
+
+def test_default_that_is_set_again_keeps_its_periods_and_counts(session, clock):
+    day = datetime.fromtimestamp(BEGIN_S, UTC).date()
+    give_each(session, {"cuda": 1.0}, period=7, since=day)
+    charge(session, HERS, HOUR_US // 2)
+    clock(BEGIN_S + 3 * DAY_S)
+    give_each(session, {"cuda": 1.0}, period=7, since=day + timedelta(days=3))
+    assert red(session).user_defaults["budget"]["since"] == day.isoformat()
+    give_each(session, {"cuda": 3.0}, period=7, since=day)
+    [row] = rows(session, "ten_red", HERS[0])
+    assert (row.granted_us, row.spent_us) == (3 * HOUR_US, HOUR_US // 2)
 
 
 def test_use_before_the_budget_was_set_counts_and_one_that_is_too_low_is_used_at_once(

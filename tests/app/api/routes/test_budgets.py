@@ -53,7 +53,7 @@ def test_budget_is_set_shown_and_removed(root, owner):
         ("cuda", 10.0),
     ]
     assert change(root, owner, budget=None).json()["budget"] is None
-    none = {"budget": None, "begins_at": None, "ends_at": None, "kinds": []}
+    none = {"budget": None, "is_default": False, "begins_at": None, "ends_at": None, "kinds": []}
     assert root.get(f"{owner}/budget").json() == none
 
 
@@ -139,6 +139,47 @@ def test_adjustment_without_a_budget_is_a_conflict_that_says_what_to_do(root, ow
     answer = root.post(f"{owner}/budget/adjustments", json=more)
     assert answer.status_code == 409
     assert "set the field `budget`" in answer.json()["detail"]
+
+
+def test_budget_of_each_user_is_set_with_the_other_limits(root):
+    limits = {"max_running": 4, "budget": {"device_hours": {"cuda": 2}, "period": {"days": 7}}}
+    answer = change(root, "/v1/tenants/ten_red", user_defaults=limits)
+    assert answer.status_code == 200, answer.text
+    shown = answer.json()["user_defaults"]
+    assert (shown["max_running"], shown["budget"]["device_hours"]) == (4, {"cuda": 2.0})
+    assert shown["budget"]["period"] == {"days": 7}
+    her = "/v1/users/usr_red.member"
+    charge(1.5)
+    found = root.get(f"{her}/budget").json()
+    assert (found["is_default"], found["kinds"][0]["left_hours"]) == (True, 0.5)
+    assert root.get(her).json()["budget"] is None
+    adjusted = {"kind": "cuda", "device_hours": 1, "why": "a deadline"}
+    assert root.post(f"{her}/budget/adjustments", json=adjusted).status_code == 201
+    change(root, her, budget={"device_hours": {"cuda": 8}})
+    found = root.get(f"{her}/budget").json()
+    assert (found["is_default"], found["kinds"][0]["granted_hours"]) == (False, 8.0)
+    change(root, her, budget=None)
+    again = change(root, "/v1/tenants/ten_red", user_defaults={"max_running": 4}).json()
+    assert again["user_defaults"]["budget"] is None
+    assert root.get(f"{her}/budget").json()["budget"] is None
+    made = root.post("/v1/tenants", json={"name": "green", "user_defaults": limits}).json()
+    assert made["user_defaults"]["budget"]["device_hours"] == {"cuda": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer"),
+    [
+        ({"device_hours": {"CUDA!": 1}}, "device_hours/CUDA!"),
+        ({"timezone": "Here/There"}, "timezone"),
+        ({"to": ["nobody"]}, "to/0"),
+        ({"carry": 2}, "carry"),
+    ],
+)
+def test_bad_budget_of_each_user_is_refused_with_its_place(root, fields, pointer):
+    default = {"device_hours": {"cuda": 1}, **fields}
+    answer = change(root, "/v1/tenants/ten_red", user_defaults={"budget": default})
+    pointer = f"/user_defaults/budget/{pointer}"
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
 
 
 @pytest.mark.parametrize(

@@ -522,7 +522,7 @@ class TestUsers:
         shown = root.patch("/v1/tenants/ten_red", json=body, headers={"If-Match": "*"}).json()
         assert shown["user_defaults"] | {"max_queued": None} == {
             **body["user_defaults"],
-            **dict.fromkeys(("max_queued", "max_sessions", "max_duration_s")),
+            **dict.fromkeys(("max_queued", "max_sessions", "max_duration_s", "budget")),
         }
         users = snapshot_reader.users(session, "isle", User.tenant_id == "ten_red")
         assert {(user.limit["cuda"], user.most_running) for user in users.values()} == {(2, 4)}
