@@ -392,6 +392,12 @@ _TASK = _object(
             " command on accelerators needs a device of its own",
             1,
         ),
+        "reservation": {
+            "type": "string",
+            "description": "name of a reservation for your tenant or you. The task runs in its"
+            " windows alone: it waits for the next one, and is paused where one ends, without a"
+            " loss. Without it a task uses a reservation unasked, and runs at any time",
+        },
         "collectives": {
             "type": "string",
             "enum": ["exact", "native"],

@@ -54,6 +54,7 @@ from app.db.models import User as UserRow
 from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast, needed_requests
 from app.insight.forecast import Start
+from app.insight.named_reservations import named_reservations
 from app.scheduling import ledger, snapshot_reader
 from app.scheduling.journal import rungs
 from app.scheduling.journal.lots import counts_of
@@ -178,12 +179,15 @@ def _of_lots(session: Session, asked: Sequence[TaskRow]) -> dict[str, Why]:
     rows = session.execute(snapshot_reader.tasks().where(which)).all()
     tasks = snapshot_reader.tasks_of(session, rows, now_s=now_s)
     names = _names_of_needed(session, tasks)
+    windows = named_reservations(session, tasks.values())
     counts = {
         lot.id: counts_of(lot) for lot in session.scalars(select(Lot).where(Lot.id.in_(tasks)))
     }
     found = {}
     for task in asked:
-        reasons = says.start(tasks[task.id], now_s=now_s, names=names.get(task.id, {}))
+        window = windows.get(task.id, says.UNNAMED)
+        needs = names.get(task.id, {})
+        reasons = says.start(tasks[task.id], now_s=now_s, names=needs, reservation=window)
         environment = task.descriptor.get("environment")
         if environment and not environment["lock"]:
             reasons += (says.environment_pending(),)
@@ -690,8 +694,12 @@ class _Answer:
         found = {}
         waiting: list[tuple[BoardTask, tuple[Reason, ...], int, Estimate | Unknown | None]] = []
         names = _names_of_needed(self.session, self.tasks)
+        windows = named_reservations(self.session, self.tasks.values())
         for task in self.tasks.values():
-            reasons = (*here, *says.start(task, now_s=self.now_s, names=names.get(task.id, {})))
+            window = windows.get(task.id, says.UNNAMED)
+            needs = names.get(task.id, {})
+            unmet = says.start(task, now_s=self.now_s, names=needs, reservation=window)
+            reasons = (*here, *unmet)
             if task.state != State.waiting:
                 found[task.id] = _why(reasons or (says.not_looked_at(),))
                 continue

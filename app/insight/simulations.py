@@ -229,10 +229,19 @@ def of_history(
     return scene, since, until
 
 
+# when the first window began in which a task could run that names a reservation
+_OPENS_AT = (
+    select(func.min(ReservationWindow.begins_at))
+    .where(ReservationWindow.reservation_id == Task.reservation_id)
+    .where(ReservationWindow.ends_at > Task.submitted_at)
+    .scalar_subquery()
+    .label("opens_at")
+)
 _COLUMNS = (
     Task.id, Task.tenant_id, Task.user_id, Task.kind, Task.devices_min, Task.memory_bytes,
     Task.device_choice, Task.priority, Task.tier, Task.submitted_at, Task.not_before,
     Task.total_held_us, Task.pauses, Task.switch_us, Task.lot_id, Task.lot_index, Task.step,
+    _OPENS_AT,
 )  # fmt: skip
 
 
@@ -327,7 +336,7 @@ def _rung_marks(session: Session, members: Mapping[str, Any]) -> dict[str, tuple
 
 
 def _arrived_s(row: Any) -> float:
-    at: datetime = max(filter(None, (row.submitted_at, row.not_before)))
+    at: datetime = max(filter(None, (row.submitted_at, row.not_before, row.opens_at)))
     return at.timestamp()
 
 

@@ -56,7 +56,13 @@ from app.db.transactions import after_commit
 from app.db.user_limits import LIMITS_OF_USER
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
 from app.identity import secret_store
-from app.intake import environments, request_needs, starting_checkpoints, user_limits
+from app.intake import (
+    environments,
+    request_needs,
+    reserved_tasks,
+    starting_checkpoints,
+    user_limits,
+)
 from app.intake.environments import WantedEnvironment
 from app.intake.request_needs import FoundRequests
 from app.messaging import channels, outbox, webhooks
@@ -270,7 +276,9 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     more += _network_faults(descriptor, facts.path)
     more += log_patterns.faults(descriptor)
     more += user_limits.faults(descriptor, facts.user_limits)
-    more += mounts.faults(session, descriptor, [tenant.id for tenant in facts.path])
+    path = [tenant.id for tenant in facts.path]
+    more += mounts.faults(session, descriptor, path)
+    more += reserved_tasks.faults(session, descriptor, path=path, user=owner.user_id)
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
     descriptor = environments.entered(descriptor, environment)
@@ -562,16 +570,20 @@ _WRITE = text(
         insert into tasks
             (id, request_id, tenant_id, user_id, ordinal, name, type, kind, descriptor,
              memory_bytes, devices_min, devices_max, across_hosts, device_choice, tier, priority,
-             hold, standing, not_before, retry_max, step, lot_id, abroad, submitted_at)
+             hold, standing, not_before, retry_max, step, lot_id, abroad, reservation_id,
+             reservation_state, submitted_at)
         select t.id, :id, :tenant, :user, t.ordinal, t.spec ->> 'name', t.spec ->> 'type',
             devices.kind, t.spec, devices.memory_bytes, devices.min, devices.max,
             devices.across_hosts, t.choice, :tier, :priority,
             case when start.hold then 'user' else '' end,
             case when t.awaits then 'waits' else '' end, start.not_before,
             coalesce(cast(t.spec #>> '{retry,max}' as int), -1), t.step,
-            case when t.spec ->> 'array' is not null then t.id end, t.abroad, :at
+            case when t.spec ->> 'array' is not null then t.id end, t.abroad, r.id,
+            case when r.id is null or exists (select from reservation_windows w
+                where w.reservation_id = r.id and w.in_force) then '' else 'planned' end, :at
         from json_to_recordset(cast(:tasks as json)) as t
-            (id text, ordinal int, spec jsonb, choice text, step bigint, abroad bool, awaits bool),
+            (id text, ordinal int, spec jsonb, choice text, step bigint, abroad bool, awaits bool)
+            left join reservations r on r.name = t.spec ->> 'reservation',
             jsonb_to_record(t.spec -> 'devices') as devices
             (kind text, memory_bytes bigint, min int, max int, across_hosts bool),
             jsonb_to_record(t.spec -> 'start') as start (hold bool, not_before timestamptz)

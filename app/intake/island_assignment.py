@@ -48,7 +48,7 @@ from app.core.placement.planner import (
     Unplaceable,
 )
 from app.core.scheduling.gangs.island_gangs import divided
-from app.db.models import Device, Host, Line, Need, Placement, Task
+from app.db.models import Device, Host, Line, Need, Placement, Reservation, Task
 from app.db.models import Island as IslandRow
 from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
@@ -426,15 +426,16 @@ class AssignmentScene:
 
     def _able(self, task: AnyRow, stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
         """Return the islands that have enough devices of sufficient size, on one host if the task
-        needs that.
+        needs that; if it names a reservation, only the island that it is of.
         """
         traits = (task.device_choice, task.across_hosts, task.memory_bytes, task.devices_min)
-        need = (stocks is self.up, task.kind, *traits)
+        need = (stocks is self.up, task.kind, *traits, task.reserved_on)
         if (able := self.able.get(need)) is None:
             able = self.able[need] = tuple(
                 name
                 for name, of_kind in sorted(stocks.items())
                 if task.kind in of_kind and task.devices_min <= self._most(task, name)
+                if task.reserved_on in (None, name)
             )
         return able
 
@@ -665,7 +666,9 @@ def _why(
         seats = " and ".join(f"{n} of {name}" for name, n in of.items())
         told = f"No island has {task.devices_min} such devices: its gang spans {seats}."
         return {"because": told, **why, "tickets": of}
-    if len(able) == 1:
+    if task.reserved_on is not None:
+        told = f"Its reservation is of {island}."
+    elif len(able) == 1:
         told = f"Only {island} has such devices."
     else:
         told = (
@@ -696,6 +699,14 @@ def _add_devices(of_kind: dict[str, Stock], kind: str, devices: int) -> None:
 _learned = forecast.Learned()  # usual run times of tasks
 
 
+_RESERVED_ON = (
+    select(Reservation.island)
+    .where(Reservation.id == Task.reservation_id)
+    .scalar_subquery()
+    .label("reserved_on")
+)
+
+
 def _tasks() -> AnySelect:
     return select(
         Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
@@ -704,7 +715,7 @@ def _tasks() -> AnySelect:
         Task.descriptor["run"]["part"].label("part"),
         Task.descriptor["islands"].as_integer().label("islands"),
         (Task.descriptor["run"].has_key("job") & Task.across_hosts).label("may_span"),
-        Task.gang_id, Task.lot_index,
+        Task.gang_id, Task.lot_index, _RESERVED_ON,
     )  # fmt: skip
 
 

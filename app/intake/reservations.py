@@ -1,7 +1,8 @@
 """Reserves devices for tenants and users, and takes them out of service for maintenance.
 
-Control calls `look` every few seconds: it writes to tenants, users and devices what counts now, and
-islands read it as any guarantee (`core.fairness.reservation`) or drained device. So a service that
+Control calls `look` every few seconds: it writes to tenants, users, devices and tasks what counts
+now, and islands read it as any guarantee (`core.fairness.reservation`), drained device or start
+condition. So a service that
 was down when a window began makes it true at its first look. All that reserve or look hold one
 advisory lock, so that two calls cannot promise the same devices.
 """
@@ -31,7 +32,7 @@ from app.db.models import (
     User,
 )
 from app.identity import audit
-from app.intake import actions
+from app.intake import actions, reserved_tasks
 
 _LOCK = 0x7265736572766564  # key of an advisory lock; unique in this database
 _DECIDE = text("select pg_advisory_xact_lock(:key)").bindparams(key=_LOCK)
@@ -93,7 +94,7 @@ def look(session: Session) -> bool:
     While another control does it, or a call reserves, nothing is done.
     """
     if not session.scalar(select(_anything_due(session))) or not session.scalar(_TRY_TO_DECIDE):
-        return False
+        return reserved_tasks.mark(session)
     return put_in_force(session)
 
 
@@ -132,6 +133,7 @@ def put_in_force(session: Session, *, freed: Iterable[str] = ()) -> bool:
         if still := back.intersection(it.device_ids):
             _take_out(session, window, it, sorted(still))
     changed |= _promise(session, [it for _, it in in_force if it.tenant_id is not None])
+    changed |= reserved_tasks.mark(session)
     _forget(session, now)
     return changed
 
@@ -285,6 +287,7 @@ def reschedule(session: Session, it: Reservation, ahead: Mapping[datetime, datet
 def cancel(session: Session, it: Reservation) -> None:
     """Delete a reservation, and end what it has in force; the caller holds the lock."""
     back = give_back(session, it)
+    reserved_tasks.bereave(session, it.id)
     session.delete(it)
     session.flush()
     put_in_force(session, freed=back)

@@ -44,6 +44,7 @@ from sqlalchemy.orm import Session, aliased
 from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import ENDED, State
 from app.core.model.request_needs import RequestStanding
+from app.core.model.reserved_task import ReservationStanding
 from app.core.model.snapshot import BatchSize, BoardTask, GangWait, Plan
 from app.core.model.story import Story
 from app.core.scheduling.board import Board, alike, place_in_line
@@ -307,7 +308,8 @@ class Follower:
         time_has_come = or_(
             TaskRow.not_before.is_(None), TaskRow.not_before <= func.to_timestamp(now_s)
         )
-        free = and_(TaskRow.hold == "", is_free, ~open_, time_has_come)
+        may_run = TaskRow.reservation_state == ReservationStanding.free
+        free = and_(TaskRow.hold == "", is_free, may_run, ~open_, time_has_come)
         never = or_(TaskRow.standing == RequestStanding.never, broken)
         return (
             snapshot_reader.tasks()

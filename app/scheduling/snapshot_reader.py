@@ -205,7 +205,7 @@ _COLUMNS = (
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.device_choice, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
     cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
-    TaskRow.goes_on_with, TaskRow.unstored, TaskRow.standing,
+    TaskRow.goes_on_with, TaskRow.unstored, TaskRow.standing, TaskRow.reservation_state,
     cast(TaskRow.avoids, Text).label("avoids"),
     and_(
         TaskRow.descriptor["run"].has_key("graph"),
@@ -361,7 +361,7 @@ _FREE = Conditions()
 def _conditions(
     row: AnyRow, waits_for: Sequence[str], broken: Sequence[str], terms: Terms
 ) -> Conditions:
-    other = row.standing or row.hold or row.not_before or row.gang_id
+    other = row.standing or row.hold or row.not_before or row.gang_id or row.reservation_state
     if not (waits_for or broken or other):
         return _FREE
     return Conditions(
@@ -369,6 +369,7 @@ def _conditions(
         broken=tuple(broken),
         standing=row.standing,
         not_before_s=_seconds(row.not_before),
+        reservation=row.reservation_state,
         hold=row.hold,
         terms=terms,
     )

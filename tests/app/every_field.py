@@ -157,6 +157,7 @@ TASKS: list[JSON] = [
         "name": "tool",
         "run": {"command": ["python", "tool.py", "--name", "two words"]},
         "artifacts": ["out"],
+        "reservation": "workshop",
         "notice": {"signal": "SIGUSR2", "seconds": 30.0},
         "devices": {"kind": KIND, "fraction": 0.25},
     },

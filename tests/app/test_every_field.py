@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from app.db.models import (
     Graph,
     Mount,
     Request,
+    Reservation,
+    ReservationWindow,
     Task,
     Tenant,
 )
@@ -87,6 +89,7 @@ OTHER_TASK_COLUMNS = {
     "lot_values", "message", "metrics", "move_asked_at",
     "move_to", "moving", "order_seq", "outputs", "passed", "pauses", "peak_device_bytes",
     "peak_host_bytes", "peaks", "prepared_us", "preset", "request_id", "resized_at", "result",
+    "reservation_id", "reservation_state",
     "retry_at", "save_asked", "saved", "seat", "shares", "started_at", "state", "submitted_at",
     "switch_us", "tenant_id", "total_held_us", "txid", "unheard_us", "unstored", "user_id",
     "waited_us", "waiting_since",
@@ -124,12 +127,21 @@ def able(world: World, session: Session) -> None:
             .where(Tenant.id.in_(["ten_root", "ten_red"]))
             .values(network=["*.example.org:443"])
         )
+        island = its.scalars(select(Device.island)).first()
+        window = {
+            "begins_at": datetime(2099, 1, 1, tzinfo=UTC),
+            "ends_at": datetime(2099, 1, 2, tzinfo=UTC),
+        }
         its.add_all(
             [
                 Request(id=EARLIER, name="earlier", **OWNER),
                 Task(
                     id="tsk_earlier", request_id=EARLIER, ordinal=0, name="a", type="default",
                     kind=KIND, **OWNER,
+                ),
+                Reservation(
+                    id="rsv_1", name="workshop", island=island, tenant_id="ten_red",
+                    devices={KIND: 1}, **window,
                 ),
                 Mount(name="pictures", path="/srv/pictures"),
                 Mount(name="debian", path="/srv/debian", sort="image"),
@@ -139,6 +151,8 @@ def able(world: World, session: Session) -> None:
                 ),
             ]
         )  # fmt: skip
+        its.flush()
+        its.add(ReservationWindow(reservation_id="rsv_1", **window))
         secret_store.put(its, "ten_red", None, "HF_TOKEN", "hf_x", by="usr_red.member")
 
 
@@ -420,6 +434,7 @@ class TestCommand:
 NOT_ON_PAGE: dict[str, set[Place]] = {
     "its list of reasons says what keeps it from starting": {
         ("start", "after"), ("start", "not_before"), ("inputs",), ("start", "after_requests"),
+        ("reservation",),
     },
     "the queue's page shows what a waiting task requests": {
         path for path in TASK_FIELDS if path[0] == "devices"

@@ -105,6 +105,9 @@ def submit(
     cpus: Annotated[float | None, typer.Option(help="processor cores of its host")] = None,
     memory: Annotated[str, typer.Option(help="memory of its host, such as 16GB")] = "",
     time: Annotated[str, typer.Option(help="longest time on its devices, such as 4h")] = "",
+    reservation: Annotated[
+        str, typer.Option(help="reservation in whose windows alone it runs")
+    ] = "",
     priority: Annotated[
         int | None, typer.Option(help="its place among your own requests, from -100 to 100")
     ] = None,
@@ -204,6 +207,8 @@ def submit(
         _set_params(descriptor, param)
     if network:
         _only_task(descriptor, "--network")["network"] = {"allow": network}
+    if reservation:
+        _only_task(descriptor, "--reservation")["reservation"] = reservation
     _set_begin_and_end(descriptor, checkpoint, out or [])
     _set_files(descriptor, mount or [], image)
     _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
@@ -333,6 +338,7 @@ _OWN_OPTIONS = {
     "--label",
     "--cpus",
     "--memory",
+    "--reservation",
     "--priority",
     "--tier",
     "--retry",

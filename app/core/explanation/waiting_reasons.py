@@ -20,12 +20,14 @@ from app.core.model.device_fraction import told_fraction
 from app.core.model.lot_members import LotCounts
 from app.core.model.provisions import session
 from app.core.model.request_needs import RequestStanding
+from app.core.model.reserved_task import NamedReservation, ReservationStanding
 from app.core.model.retry_decision import HELD_BY_RULE, AvoidedDevice
 from app.core.model.rungs import HELD_AT_RUNG, PROMOTED
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
 from app.core.units import counted
 
 NO_NAMES: Mapping[str, str] = {}
+UNNAMED = NamedReservation()
 
 #: Every code, with the next action: "wait", "change_request" or "ask_admin".  The codes are in the
 #: order in which the reasons have to end (`nearest`).
@@ -41,6 +43,8 @@ CODES = {
     "REQUEST_MISSED": "change_request",
     "AFTER_REQUEST": "wait",
     "DEPENDENCY": "wait",
+    "RESERVATION_OVER": "change_request",
+    "OUTSIDE_RESERVATION": "wait",
     "NOT_BEFORE": "wait",
     "TICKETS": "wait",
     "GANG_WANTS_NONE": "wait",
@@ -92,6 +96,9 @@ ACTIONS = {
     "retry_request": "the request `of` is retried, or somebody resumes the task",
     "wait_for_tickets": "its gang has tickets on the islands in `value`",
     "wait_until": "it is `value`, seconds since 1970",
+    "wait_for_window": "the next window of the reservation `of` begins",
+    "extend_reservation": "the reservation `of` gets another window",
+    "leave_reservation": "it is submitted again without the reservation `of`, which is removed",
     "wait_for_lock": "control has locked the environment of the request",
     "wait_for_packages": "the host `of` has the packages of the request installed",
     "wait_for_round": "the island's scheduler makes its next round",
@@ -122,8 +129,9 @@ ACTIONS = {
 START = frozenset(
     {
         "HELD_BY_ADMIN", "HELD_BY_USER", "HELD_BY_RULE", "IDLE_SESSION", "LOST_AT_RUNG",
-        "LOT_ROOM", "REQUEST_MISSED", "AFTER_REQUEST", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
-        "GANG_WANTS_NONE", "RETRY_BACKOFF", "STORE_REFUSES",
+        "LOT_ROOM", "REQUEST_MISSED", "AFTER_REQUEST", "DEPENDENCY", "RESERVATION_OVER",
+        "OUTSIDE_RESERVATION", "NOT_BEFORE", "TICKETS", "GANG_WANTS_NONE", "RETRY_BACKOFF",
+        "STORE_REFUSES",
     }
 )  # fmt: skip
 OF_REQUESTS = ("REQUEST_MISSED", "AFTER_REQUEST")
@@ -265,16 +273,22 @@ def nearest(reasons: Sequence[Reason]) -> Reason | None:
 
 
 def unmet_conditions(
-    task: BoardTask, *, now_s: float, names: Mapping[str, str] = NO_NAMES
+    task: BoardTask,
+    *,
+    now_s: float,
+    names: Mapping[str, str] = NO_NAMES,
+    reservation: NamedReservation = UNNAMED,
 ) -> tuple[Reason, ...]:
     """Return why the task may not start yet; empty if all its start conditions hold.
 
-    `names` are those of the tasks that it waits for, by id.
+    `names` are those of the tasks that it waits for, by id; `reservation` is the one that it names.
     """
-    return tuple(_unmet_conditions(task, now_s, names))
+    return tuple(_unmet_conditions(task, now_s, names, reservation))
 
 
-def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -> Iterator[Reason]:
+def _unmet_conditions(
+    task: BoardTask, now_s: float, named: Mapping[str, str], reservation: NamedReservation
+) -> Iterator[Reason]:
     conditions = task.conditions
     yield from _by_hold(conditions.hold)
     if conditions.standing == RequestStanding.held:
@@ -289,6 +303,7 @@ def _unmet_conditions(task: BoardTask, now_s: float, named: Mapping[str, str]) -
         first = f"{needed[0]} is done"
         change = Change(action="wait_for_tasks", value=conditions.waits_for)
         yield _reason("DEPENDENCY", told, first, change)
+    yield from _by_reservation(conditions.reservation, reservation)
     if conditions.not_before_s is not None and conditions.not_before_s > now_s:
         yield _at(
             "NOT_BEFORE",
@@ -320,6 +335,27 @@ def _by_hold(hold: str) -> Iterator[Reason]:
     elif hold:
         told = "Paused by an administrator."
         yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
+
+
+def _by_reservation(standing: str, it: NamedReservation) -> Iterator[Reason]:
+    """Yield why a task is outside the windows of the reservation that it names."""
+    if standing == ReservationStanding.planned:
+        told = f"Runs only in windows of its {it}."
+        if it.opens_s is None:
+            change, until = Change(action="wait_for_window", of=it.name), "its next window begins"
+            yield _reason("OUTSIDE_RESERVATION", told, until, change)
+        else:
+            told += f" The next one begins at {minute(it.opens_s)}."
+            yield _at("OUTSIDE_RESERVATION", told, it.opens_s)
+    elif standing and it.is_removed:
+        told = f"Its {it} was removed, and it runs nowhere else. Cancel it, and submit it without."
+        change = Change(action="leave_reservation", of=it.name)
+        yield _reason("RESERVATION_OVER", told, "it is submitted again without it", change)
+    elif standing:
+        told = f"The last window of its {it} is over, and it runs nowhere else. Cancel it, or ask"
+        told += " an administrator for another window."
+        change = Change(action="extend_reservation", of=it.name)
+        yield _reason("RESERVATION_OVER", told, "the reservation gets another window", change)
 
 
 def after_request(told: str, until: str = "the other request is so far", of: str = "") -> Reason:
@@ -382,10 +418,15 @@ def _by_terms(terms: Terms) -> Iterator[Reason]:
 
 
 def start(
-    task: BoardTask, *, now_s: float, names: Mapping[str, str] = NO_NAMES
+    task: BoardTask,
+    *,
+    now_s: float,
+    names: Mapping[str, str] = NO_NAMES,
+    reservation: NamedReservation = UNNAMED,
 ) -> tuple[Reason, ...]:
     """Return all conditions that are not met yet and that must be before the task may start."""
-    return unmet_conditions(task, now_s=now_s, names=names) + backoff(task, now_s=now_s)
+    unmet = unmet_conditions(task, now_s=now_s, names=names, reservation=reservation)
+    return unmet + backoff(task, now_s=now_s)
 
 
 def backoff(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:

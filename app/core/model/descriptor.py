@@ -241,6 +241,7 @@ class TaskDescriptor:
     devices: Devices = field(default_factory=Devices)
     # most islands that a graph may be partitioned for, or that a gang across hosts may span
     islands: int = 1
+    reservation: str | None = None  # name of the reservation in whose windows alone it runs
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_duration_s: float = 86400.0
@@ -366,6 +367,9 @@ def _task(fields: Fields) -> TaskDescriptor:
     if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
         told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
         fields.fault("islands", told)
+    if task.islands > 1 and task.reservation is not None:
+        told = "a reservation is of one island; set islands to 1, or leave it out"
+        fields.fault("reservation", told)
     if task.run.kind == "graph" and task.devices.choice.fraction_milli < WHOLE_MILLI:
         told = "graphs share a device in turns; a fraction is for jobs, functions and commands"
         fields.fault("devices/fraction", told, "fraction")
@@ -414,6 +418,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             most=1 if run.kind in ONE_DEVICE else world_size,
         ),
         islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
+        reservation=fields.text("reservation", None, NAME, NAME_RULE),
         checkpoint=_checkpoint(fields.inside("checkpoint"), run_kind=run.kind),
         retry=read_retry(fields),
         max_duration_s=max_duration_s,
@@ -791,6 +796,7 @@ def as_json(task: TaskDescriptor) -> JSON:
             "fraction": _fraction(task.devices.choice),
         },
         "islands": task.islands,
+        "reservation": task.reservation,
         "checkpoint": task.checkpoint.as_json(),
         "retry": task.retry.as_json(),
         "max_duration_s": task.max_duration_s,

@@ -55,7 +55,7 @@ NEGATIONS = ("not_", "no_", "without_", "exclude_")  # prefixes of wrong names
 OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks", "environment"})
 OF_TASK = frozenset(
     {"run", "world_size", "params", "inputs", "outputs", "artifacts", "publish", "start"}
-    | {"devices", "islands"}
+    | {"devices", "islands", "reservation"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
     | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
     | {"collectives"}

@@ -229,6 +229,9 @@ class Conditions:
     # how the task stands to the requests that it comes after (`core.model.request_needs.Standing`)
     standing: str = ""
     not_before_s: float | None = None
+    # how it stands to the reservation that it names (`core.model.reserved_task`); a running task
+    # that is outside its windows is paused
+    reservation: str = ""
     # "user" or "admin" if held by one; "" if not held. A running task that is held is paused
     hold: str = ""
     terms: Terms = field(default_factory=Terms)

@@ -1274,6 +1274,7 @@ def _conditional(task: BoardTask) -> bool:
         or conditions.broken
         or conditions.standing
         or conditions.hold
+        or conditions.reservation
         or conditions.not_before_s is not None
         or task.gang
     )

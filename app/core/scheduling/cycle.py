@@ -329,6 +329,9 @@ def _obey_while_it_runs(draft: _DraftPlan, task: BoardTask) -> None:
     if task.conditions.hold:
         because = "Pausing, as requested. Resume the task to continue."
         draft.move(task, Move.Pause, "hold", because, devices=task.seats)
+    elif task.conditions.reservation:
+        because = "Preempted: its reservation has no window now. It goes on in the next one."
+        draft.move(task, Move.Pause, "reservation", because, devices=task.seats)
     elif broken := task.conditions.broken:
         because = f"Preempted: {', '.join(broken)} did not succeed, and cannot give its input."
         draft.move(task, Move.Pause, "needs", because, devices=task.seats)

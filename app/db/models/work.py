@@ -27,6 +27,7 @@ from app.core.model import descriptor
 from app.core.model.descriptor import TIERS, TaskDescriptor
 from app.core.model.lifecycle import State
 from app.core.model.request_needs import AWAITED, OTHERWISE, NeedOutcome, RequestStanding
+from app.core.model.reserved_task import ReservationStanding
 from app.core.model.retry_decision import HELD_BY_RULE
 from app.core.model.rungs import HELD_AT_RUNG, PROMOTED, RUNG_HOLDS
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of, txid_column
@@ -149,6 +150,10 @@ class Task(Base):
     # How it stands to the requests that it comes after (`core.model.request_needs`):
     # "waits" when it is submitted; then control writes it, by the rows of `request_needs`.
     standing: Mapped[str] = mapped_column(server_default="")
+    # The reservation in whose windows alone it runs, which may be removed; and how it stands to it
+    # (`core.model.reserved_task`), which control writes.
+    reservation_id: Mapped[str | None]
+    reservation_state: Mapped[str] = mapped_column(server_default="")
     move_to: Mapped[str | None]  # device that the task is to be moved to; "*": any other device
     move_asked_at: Mapped[datetime | None]
     # state, written by the journal
@@ -235,6 +240,7 @@ class Task(Base):
         one_of("state", State),
         one_of("hold", ("", "user", "admin", "idle", HELD_BY_RULE, *RUNG_HOLDS)),
         one_of("standing", RequestStanding),
+        one_of("reservation_state", ReservationStanding),
         one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),
@@ -321,6 +327,15 @@ class Task(Base):
             "kind",
             "tenant_id",
             postgresql_where=text("state = 'blocked'"),
+        ),
+        Index(
+            "ix_tasks_reservation_id",
+            "reservation_id",
+            "reservation_state",
+            "id",
+            postgresql_where=text(
+                "reservation_id is not null and state not in ('done', 'failed', 'cancelled')"
+            ),
         ),
         Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
         Index("ix_tasks_move_to", "move_to", postgresql_where=text("move_to is not null")),

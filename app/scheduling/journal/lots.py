@@ -28,6 +28,7 @@ from app.core.model.lifecycle import ENDED, NOT_STARTED, Move, State
 from app.core.model.lot_members import LotCounts
 from app.core.model.provisions.lot_values import Scalar
 from app.core.model.request_needs import RequestStanding
+from app.core.model.reserved_task import ReservationStanding
 from app.core.model.rungs import PROMOTED
 from app.core.units import counted
 from app.db import transactions
@@ -213,6 +214,7 @@ def _may_start() -> tuple[ColumnElement[bool], ...]:
         Task.state == State.blocked,
         Task.hold == "",
         Task.standing == RequestStanding.free,
+        Task.reservation_state == ReservationStanding.free,
         Task.cancel_asked_at.is_(None),
         or_(Task.not_before.is_(None), Task.not_before <= func.now()),
         func.coalesce(lock != "", True),
@@ -292,6 +294,8 @@ def _restart(session: Session, task: Task, island: str | None) -> None:
     task.cause = task.message = task.detail = task.ended_at = task.cancel_asked_at = None
     task.retry_at = transactions.now(session)  # it is queued after a failure, not preempted
     task.hold, task.attempts, task.avoids = "", 0, []
+    if task.reservation_id is not None:  # control looks whether it is inside a window now
+        task.reservation_state = ReservationStanding.planned
     if task.standing == RequestStanding.never:
         request_needs.look_again(session, task)
     if task.descriptor.get("stop"):
@@ -346,11 +350,11 @@ _MEMBERS = text(
         insert into tasks (id, request_id, tenant_id, user_id, island, lot_id, lot_index,
             lot_values, ordinal, name, type, kind, descriptor, memory_bytes, devices_min,
             devices_max, across_hosts, device_choice, tier, priority, retry_max, step,
-            submitted_at)
+            reservation_id, reservation_state, submitted_at)
         select m.id, lot.request_id, lot.tenant_id, lot.user_id, m.island, lot.id, m.index,
             m.member_values, lot.ordinal, m.name, lot.type, lot.kind, m.spec, lot.memory_bytes,
             lot.devices_min, lot.devices_max, lot.across_hosts, m.choice, lot.tier, lot.priority,
-            lot.retry_max, lot.step, lot.submitted_at
+            lot.retry_max, lot.step, lot.reservation_id, lot.reservation_state, lot.submitted_at
         from tasks lot, member m where lot.id = :lot
     ),
     needed as (

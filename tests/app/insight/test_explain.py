@@ -32,6 +32,7 @@ from app.db.models import (
     User,
 )
 from app.insight import explain, forecast
+from app.intake import reserved_tasks
 from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
 
@@ -172,6 +173,44 @@ class Scene:
 
     def request_missed(self):
         return self.awaiting("held", "hold")
+
+    def reserved(self, begins_at):
+        """A task that names a reservation with this window, and the window."""
+        task = self.scenery.task(self.a, "blocked")
+        times = {"begins_at": begins_at, "ends_at": begins_at + timedelta(hours=2)}
+        mine = {"island": task.island, "tenant_id": self.a.id, "devices": {"cpu": 1}}
+        it = self.scenery.add(Reservation(id="rsv_1", name="workshop", **mine, **times))
+        self.session.flush()
+        window = self.scenery.add(ReservationWindow(reservation_id=it.id, **times))
+        task.descriptor = {**task.descriptor, "reservation": it.name}
+        task.reservation_id = it.id
+        self.session.flush()
+        reserved_tasks.mark(self.session)
+        return task, window
+
+    def outside_reservation(self):
+        at = datetime.now(UTC) + timedelta(hours=1)
+        task, window = self.reserved(at)
+
+        def do(change):
+            assert change["value"] == pytest.approx(at.timestamp(), abs=1e-3)
+            window.in_force = True  # as if it were that late
+            self.session.flush()
+            reserved_tasks.mark(self.session)
+
+        return task, do
+
+    def reservation_over(self):
+        past = datetime.now(UTC) - timedelta(hours=3)
+        task, window = self.reserved(past)
+
+        def do(change):
+            assert (change["action"], change["of"]) == ("extend_reservation", "workshop")
+            window.ends_at = past + timedelta(hours=9)
+            self.session.flush()
+            reserved_tasks.mark(self.session)
+
+        return task, do
 
     def not_before(self):
         at = datetime.now(UTC) + timedelta(hours=1)

@@ -42,6 +42,7 @@ OF_USER = {
     "LOT_HELD",
     "LOT_FAILURES",
     "REQUEST_MISSED",
+    "RESERVATION_OVER",
     "RANK_BEHIND",
 }
 OF_ADMIN = {
@@ -81,7 +82,7 @@ def test_reasons_that_start_conditions_give_are_named_as_such():
     """The functions `of_start` give these, and no others do."""
     source = ast.parse(Path(waiting_reasons.__file__).read_text())
     of_start = {"_unmet_conditions", "_by_hold", "_by_terms", "backoff"}
-    of_start |= {"after_request", "request_missed"}
+    of_start |= {"after_request", "request_missed", "_by_reservation"}
     given = {
         node.value
         for function in source.body

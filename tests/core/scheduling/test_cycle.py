@@ -320,6 +320,8 @@ BLOCKED = {"state": "blocked"}
         (Conditions(not_before_s=NOW_S + 1), [], ["NOT_BEFORE"]),
         (Conditions(not_before_s=NOW_S), [("a", "Unlocked"), ("a", "Launch")], None),
         (Conditions(hold="admin"), [], ["HELD_BY_ADMIN"]),
+        (Conditions(reservation="planned"), [], ["OUTSIDE_RESERVATION"]),
+        (Conditions(reservation="ended"), [], ["RESERVATION_OVER"]),
         (
             Conditions(waits_for=("z",), not_before_s=NOW_S + 1, hold="user"),
             [],
@@ -335,6 +337,13 @@ def test_a_task_starts_when_all_its_conditions_hold(
     decided = plan(drawn)
     assert moves(decided) == moves_
     assert decided.reasons == {} if codes_ is None else codes(decided, "a") == codes_
+
+
+@pytest.mark.parametrize("standing", ["planned", "ended"])
+def test_running_task_is_paused_when_the_window_of_its_reservation_ends(standing: str) -> None:
+    outside = {"conditions": Conditions(reservation=standing)}
+    decided = plan(island("a", tasks={"a": outside}))
+    assert [(d.task, d.move, d.rule) for d in decided.decisions] == [("a", "Pause", "reservation")]
 
 
 def test_running_task_is_paused_when_its_input_cannot_come() -> None:
