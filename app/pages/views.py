@@ -62,7 +62,6 @@ RUNNING_SHOWN = 12
 LOG_SHOWN = 200
 TASKS_SHOWN = 200
 MEMBERS_SHOWN = 50  # of a lot
-REQUESTS_SHOWN = 50
 DATABLOCKS_SHOWN = 50
 ENVIRONMENTS_SHOWN = 50
 
@@ -260,31 +259,6 @@ def _usage(
         f"&since={since.isoformat(timespec='seconds').replace('+00:00', 'Z')}",
         "week_us": sum(row.held_us for row in week),
     }
-
-
-@router.get("/ui/requests")
-def list_requests(
-    request: Request, session: Db, caller: Visitor, state: str = "", before: str = ""
-) -> Response:
-    state = state if state in list(Phase) else ""
-    found = reports.requests(
-        session,
-        None if caller.sees_all else caller.tenant_id,
-        phase=state or None,
-        before=before or None,
-        limit=REQUESTS_SHOWN + 1,
-    )
-    return page(
-        request,
-        "requests.html",
-        caller,
-        now=reports.clock(session),
-        section="requests",
-        requests=found[:REQUESTS_SHOWN],
-        more=len(found) > REQUESTS_SHOWN,
-        state=state,
-        states=list(Phase),
-    )
 
 
 @router.get("/ui/requests/{id}")

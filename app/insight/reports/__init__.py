@@ -24,6 +24,7 @@ from app.insight.reports.history import Decided, Happened, Round, decision, deci
 from app.insight.reports.network import NetworkUse, network_use
 from app.insight.reports.queue import Queued, median_wait_s, queue
 from app.insight.reports.request_graph import request_graph
+from app.insight.reports.runs import in_order, read_search, run_values
 from app.insight.reports.shares import (
     KindShare,
     TenantShare,
@@ -80,6 +81,7 @@ __all__ = [
     "environments",
     "events",
     "fair_share",
+    "in_order",
     "log_tail",
     "median_wait_s",
     "members",
@@ -90,9 +92,11 @@ __all__ = [
     "others",
     "paces",
     "queue",
+    "read_search",
     "request",
     "request_graph",
     "requests",
+    "run_values",
     "running",
     "stays",
     "tasks",

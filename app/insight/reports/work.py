@@ -29,6 +29,7 @@ from app.insight.forecast import Start
 from app.insight.lot_counts import LotState, ends_in_s, lot_states, phase_of
 from app.insight.reports.fleet import held_devices, steps_of
 from app.insight.reports.network import NetworkUse, network_use
+from app.insight.reports.runs import RequestSearch
 from app.scheduling.journal import rungs
 from app.scheduling.journal.best_members import metric_value
 from app.scheduling.journal.lots import IS_NO_MEMBER
@@ -59,11 +60,14 @@ def requests(
     tenant: str | None,
     *,
     phase: str | None = None,
+    search: RequestSearch | None = None,
     before: str | None = None,
     limit: int = 50,
 ) -> list[RequestLine]:
     """Return requests, newest first (ids sort by time); `before` is the id of the last one seen."""
     query = select(Request.id).order_by(Request.id.desc()).limit(limit)
+    if search is not None:
+        query = query.where(*search.conditions)
     if tenant is not None:
         query = query.where(Request.tenant_id == tenant)
     if phase is not None:

@@ -228,3 +228,14 @@ toEnd();
 // Where the list of pages is wider than the screen, this one is in sight.
 const here = document.querySelector(".top nav [aria-current]");
 if (here) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.offsetLeft - 48;
+
+// --- keys ---------------------------------------------------------------------------------------
+
+document.addEventListener("keydown", event => {
+  const types = event.target.closest("input, textarea, select, [contenteditable]");
+  if (event.key !== "/" || types || event.ctrlKey || event.metaKey || event.altKey) return;
+  const search = document.querySelector('#live input[type="search"]');
+  if (!search) return;
+  event.preventDefault();
+  search.focus();
+});

@@ -378,7 +378,12 @@ ADDRESSES = {
     "/ui/environments": ["/ui/environments"],
     "/ui/secrets": ["/ui/secrets"],
     "/ui/queue": ["/ui/queue"],
-    "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
+    "/ui/requests": [
+        "/ui/requests",
+        "/ui/requests?before={}",
+        "/ui/requests?state=running",
+        "/ui/requests?q={}&sort=label.team",
+    ],
     "/ui/requests/{id}": ["/ui/requests/{}"],
     "/ui/requests/{id}/again": ["/ui/requests/{}/again"],
     "/ui/compare": ["/ui/compare?run={}"],
