@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from sqlalchemy import ARRAY, Text, case, cast, exists, func, select, update
+from sqlalchemy import case, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.core.model.descriptor import Descriptor, TaskDescriptor
@@ -70,16 +70,18 @@ def mark(session: Session) -> bool:
         (exists().where(mine, window.ends_at > now), ReservationStanding.planned),
         else_=ReservationStanding.ended,
     )
-    query = select(Reservation.id, now_is.label("standing")).where(
-        Reservation.tenant_id.is_not(None)
+    # the first and the last of these are at the ends of the index
+    shown = select(Task.reservation_state).where(
+        Task.reservation_id == Reservation.id, Task.state.not_in(ENDED)
     )
-    stale = query.order_by(Reservation.id).subquery()
-    others = Task.reservation_state == func.any(
-        func.array_remove(cast([*ReservationStanding], ARRAY(Text)), stale.c.standing)
+    first, last = (
+        shown.order_by(order).limit(1).scalar_subquery()
+        for order in (Task.reservation_state, Task.reservation_state.desc())
     )
-    wrong = exists().where(Task.reservation_id == stale.c.id, others, Task.state.not_in(ENDED))
+    is_named = first.is_not(None), Reservation.tenant_id.is_not(None)
+    query = select(Reservation.id, now_is).where(*is_named, or_(first != now_is, last != now_is))
     changed = False
-    for id, state in session.execute(select(stale).where(wrong)).all():
+    for id, state in session.execute(query.order_by(Reservation.id)).all():
         changed = True
         _mark(session, id, ReservationStanding(state))
     return changed

@@ -144,7 +144,7 @@ def change_reservations(
     views.acts_as(request, session, caller, operation)
     if do == "remove":
         of_reservations.delete_reservation(reservation, caller, session)
-        told = forms.Told(words="It is removed. Running tasks go on.")
+        told = forms.Told(words="It is removed. Tasks go on, except those that name it.")
     elif do == "change":
         wanted = {
             "devices": _numbers(devices) if devices.strip() else None,

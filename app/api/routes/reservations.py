@@ -62,7 +62,7 @@ def create_reservation(
 ) -> dict[str, Any]:
     """Inside its windows a reservation is a guarantee: whoever borrowed the devices gives them back
     without a loss when the tenant wants them, and nothing stands idle.  After a window, running
-    tasks go on as any others.
+    tasks go on as any others, except those that name the reservation: they wait for the next one.
 
     If more would be reserved than there is, the answer is 409 and names the reservations and the
     next free time.  Maintenance is never refused: it drains its devices early enough to have them
@@ -178,8 +178,8 @@ def change_reservation(
     responses=declared(403, 404),
 )
 def delete_reservation(id: str, caller: PlatformAdmin, session: Db) -> None:
-    """Ends it at once, with all its windows.  Running tasks go on as any others; devices in
-    maintenance take work again.
+    """Ends it at once, with all its windows.  Running tasks go on as any others, except those that
+    name it: they are paused, and run no more.  Devices in maintenance take work again.
     """
     reservations.lock(session)
     it = _visible(session, caller, id)

@@ -146,7 +146,7 @@ def list_free_times(
 
 @reservation.command("remove")
 def remove_reservation(ctx: typer.Context, name: _Name) -> None:
-    """Cancel a reservation with all its windows; running tasks go on."""
+    """Cancel a reservation with all its windows; tasks that name it run no more."""
     with root_command.connect(ctx) as client:
         client.delete(f"/v1/reservations/{find_named(client, 'reservation', name)['id']}")
     err().print(f"{name} is removed.")
