@@ -262,6 +262,25 @@ class TestRequestPage:
         expect(legend.locator(".u-value").first).to_have_text("0")
         expect(legend.locator(".u-value").last).to_have_text("1")
 
+    def test_curves_are_drawn_as_the_reader_chose(self, visit, service):
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        page = visit.page
+        losses = page.evaluate("[...plots.values()][0].shown.own[0]")
+        page.get_by_label("Logarithmic").check()
+        page.get_by_label("Smoothing").fill("0.5")
+        page.reload()  # the choice stays
+        expect(page.get_by_label("Logarithmic")).to_be_checked()
+        drawn, scale = page.evaluate(
+            "(({ chart }) => [[...chart.data[1]], chart.scales.y.distr])([...plots.values()][0])"
+        )
+        mean, known, smooth = 0.0, 0.0, []
+        for loss in losses:
+            mean, known = (mean + loss) / 2, (known + 1) / 2
+            smooth.append(mean / known)
+        assert drawn == pytest.approx(smooth)
+        assert scale == 3
+
     def test_last_label_of_a_chart_has_room(self, visit, service):
         """Half of the label "2,000,000" stands to the right of its step."""
         last = {"task_id": service.tracked.id, "step": 2_000_000}

@@ -111,6 +111,40 @@ function stacked(ys) {
   return ys.map(line => line.map((y, i) => (sums[i] += y ?? 0)));
 }
 
+// How curves are drawn, as the reader chose it: on a logarithmic axis, and smoothed by a weight from 0 to 0.99.
+const style = { log: false, weight: 0 };
+try { Object.assign(style, JSON.parse(localStorage.getItem("curves"))); } catch { /* nothing was chosen, or storage is switched off */ }
+
+// A mean that forgets, without the pull of its beginning (as TensorBoard draws it).
+function smoothed(line) {
+  let mean = 0, known = 0;
+  return line.map(y => {
+    if (y === null) return null;
+    mean = style.weight * mean + (1 - style.weight) * y;
+    known = style.weight * known + (1 - style.weight);
+    return mean / known;
+  });
+}
+
+function drawn(line) {
+  const shown = style.weight ? smoothed(line) : line;
+  return style.log ? shown.map(y => y > 0 ? y : null) : shown;
+}
+
+function offerStyle() {
+  for (const tools of document.querySelectorAll(".curve-tools")) {
+    const log = tools.querySelector("[name=log]"), weight = tools.querySelector("[name=weight]");
+    log.checked = style.log;
+    weight.value = style.weight;
+    tools.hidden = false;
+    tools.oninput = () => {
+      Object.assign(style, { log: log.checked, weight: Number(weight.value) });
+      try { localStorage.setItem("curves", JSON.stringify(style)); } catch { /* storage is switched off */ }
+      draw(true);
+    };
+  }
+}
+
 function colour(name) {
   const probe = document.createElement("i");
   probe.className = name;
@@ -122,6 +156,8 @@ function colour(name) {
 
 const FONT = "12px system-ui, sans-serif";
 const title = label => ({ label, labelSize: 18, labelGap: 2, labelFont: FONT });
+// The value at a place, or the last one before it: not every curve has a point at every step.
+const reached = (line, index) => index === null ? null : line.slice(0, index + 1).findLast(y => y !== null);
 const said = value => value === null || value === undefined ? "–" : String(Number(value.toPrecision(5)));
 
 // Returns the space to keep free to the right of a chart: half of an axis's last label stands there.
@@ -144,8 +180,8 @@ function options(table, data, width) {
     width, height: 210,
     padding: [10, () => halfLabel(stack ? time(null, [data.xs.at(-1)])[0] : data.xs.at(-1).toLocaleString()), 0, 0],
     legend: { show: true },
-    cursor: { y: false, points: { show: !stack } },
-    scales: { x: { time: stack }, y: stack ? { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } : {} },
+    cursor: { y: false, points: { show: !stack }, ...(stack ? {} : { sync: { key: "curves" } }) },
+    scales: { x: { time: stack }, y: stack ? { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } : { distr: style.log ? 3 : 1 } },
     axes: [
       { ...axis, ...title(stack ? "time" : "step"), size: 34, ...(stack ? { values: time } : { incrs: WHOLE }) },
       { ...axis, ...title(table.dataset.y), size: 60, values: (_, splits) => splits.map(said) },
@@ -153,7 +189,7 @@ function options(table, data, width) {
     // the topmost sum is drawn first, so that each lower one covers its own part
     series: [{ label: stack ? "time" : "step", value: stack ? (_, x) => x === null ? "–" : time(_, [x])[0] : (_, x) => x ?? "–" }, ...data.names.map((label, i) => {
       const stroke = colour(`series-${data.colours[i]}`);
-      return { label, stroke, width: 1.5, paths, value: (_, __, at, index) => said(data.own[at - 1][index]), points: { show: !stack && data.xs.length < 40, size: 5 }, fill: stack ? stroke : undefined, spanGaps: true };
+      return { label, stroke, width: 1.5, paths, value: (_, __, at, index) => said(reached(data.own[at - 1], index)), points: { show: !stack && data.xs.length < 40, size: 5 }, fill: stack ? stroke : undefined, spanGaps: true };
     })],
   };
 }
@@ -165,7 +201,7 @@ function chart(element, table, afresh) {
   const order = data.names.map((_, i) => i);
   if (stack) order.reverse();
   const pick = list => order.map(i => list[i]);
-  const lines = stack ? stacked(data.ys) : data.ys;
+  const lines = stack ? stacked(data.ys) : data.ys.map(drawn);
   const columns = [data.xs, ...pick(lines)];
   const shown = { ...data, names: pick(data.names), colours: pick(data.colours), own: pick(data.ys) };
   const shape = JSON.stringify([shown.names, shown.colours]);
@@ -184,6 +220,7 @@ function chart(element, table, afresh) {
 }
 
 function draw(afresh = false) {
+  offerStyle();
   for (const [element, { chart }] of plots) {
     if (element.isConnected) continue;
     chart.destroy();
