@@ -707,7 +707,8 @@ _TASK = _object(
                         "enum": [*METHODS],
                         "default": METHODS[0],
                         "description": "`random`: each trial draws each key; `grid`: combinations"
-                        " in a shuffled order, none twice",
+                        " in a shuffled order, none twice; `tpe`: proposed from the results of the"
+                        " members so far, by the metric of `stop`, or else of `checkpoint.best`",
                     },
                     "trials": {
                         **_whole("how many members; default: all combinations of a grid", None),
@@ -732,8 +733,8 @@ _TASK = _object(
                 ["space"],
             ),
             "description": "makes the task a lot whose members draw their values. A member's values"
-            " depend on this field and on its index alone. A value is `${search.KEY}`, or a"
-            " parameter of that name if no text names it",
+            " depend on this field and on its index alone, except with `tpe`. A value is"
+            " `${search.KEY}`, or a parameter of that name if no text names it",
         },
     },
     ["name", "run"],

@@ -68,6 +68,7 @@ from app.intake.request_needs import FoundRequests
 from app.messaging import channels, outbox, webhooks
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
+from app.scheduling.journal import proposals
 from app.scheduling.journal.lots import IS_NO_MEMBER
 from app.settings import settings
 
@@ -247,7 +248,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
         descriptor = descriptors.parse(body)
     except BadDescriptor as error:
         raise _refused(BadInput, error.faults) from error
-    if wrong := lot_members.faults(descriptor):
+    if wrong := [*lot_members.faults(descriptor), *_unproposable(descriptor)]:
         raise _refused(BadInput, wrong)
     if body.get("tier") is None:
         descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(facts.path)))
@@ -337,6 +338,15 @@ def _type_faults(descriptor: Descriptor, preset_types: Sequence[str]) -> Iterato
         if near := meant.get(task.type):
             told = f"no preset has the type {task.type!r}; did you mean {near!r}?"
             yield Fault(f"/tasks/{n}/type", told, "unknown-type")
+
+
+def _unproposable(descriptor: Descriptor) -> Iterator[Fault]:
+    """Yield faults for searches whose values this service cannot propose."""
+    for n, task in enumerate(descriptor.tasks):
+        if task.search is not None and task.search.learns and not proposals.is_available():
+            told = f"this service lacks the package {proposals.PACKAGE}, which proposes values for "
+            told += "tpe. Use random or grid, or let its operator install roundhouse[search]"
+            yield Fault(f"/tasks/{n}/search/method", told, "not-installed")
 
 
 def _best_tier(path: Sequence[tenant_tree.OnPath]) -> str:

@@ -134,6 +134,9 @@ def submit(
             " and log_int; repeatable",
         ),
     ] = None,
+    method: Annotated[
+        str, typer.Option(help="with --search: random, grid or tpe, which learns from a metric")
+    ] = "",
     trials: Annotated[int | None, typer.Option(help="with --search: how many members")] = None,
     seed: Annotated[int | None, typer.Option(help="with --search: another draws others")] = None,
     stop: Annotated[
@@ -213,7 +216,7 @@ def submit(
     _set_files(descriptor, mount or [], image)
     _set_limits(descriptor, {"cpus": cpus, "memory": memory, "time": time, "retry": retry})
     _set_variables(descriptor, env or [], secret or [])
-    _set_search(descriptor, search or [], trials, seed)
+    _set_search(descriptor, search or [], {"method": method, "trials": trials, "seed": seed})
     _set_lot(descriptor, array, matrix or [], max_failures)
     _set_stop(descriptor, stop, keep_best)
     _set_order(descriptor, label or [], priority, tier)
@@ -345,6 +348,7 @@ _OWN_OPTIONS = {
     "--array",
     "--matrix",
     "--search",
+    "--method",
     "--trials",
     "--seed",
     "--stop",
@@ -478,16 +482,15 @@ def _set_lot(descriptor: JSON, array: str, matrix: list[str], max_failures: floa
     task["array"] = {name: value for name, value in given.items() if value is not None} or None
 
 
-def _set_search(descriptor: JSON, search: list[str], trials: int | None, seed: int | None) -> None:
+def _set_search(descriptor: JSON, search: list[str], given: JSON) -> None:
     """Let the only task draw the values of its members."""
-    given = {"trials": trials, "seed": seed}
+    said = {name: value for name, value in given.items() if value not in (None, "")}
     if not search:
-        if unused := [name for name, value in given.items() if value is not None]:
+        if unused := [*said]:
             raise typer.BadParameter(f"--{unused[0]} goes with --search")
         return
     space = _pairs("--search", "KEY=VALUE,... or KEY=SCALE:LOW,HIGH", search)
-    drawn = {key: _space(said) for key, said in space.items()}
-    said = {name: value for name, value in given.items() if value is not None}
+    drawn = {key: _space(values) for key, values in space.items()}
     _only_task(descriptor, "--search")["search"] = {**said, "space": drawn}
 
 

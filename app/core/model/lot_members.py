@@ -150,10 +150,17 @@ def _misplaced(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     if task.stop is not None and task.array is not None and task.array.count > MOST_STOPPED:
         told = f"must have at most {MOST_STOPPED} members; got {task.array.count}"
         yield "stop", f"a lot whose members are compared {told}"
+    if task.search is not None and task.search.learns and not _has_objective(task):
+        told = "tpe learns from a metric: name it with stop, or with checkpoint, such as"
+        yield "search/method", f"{told} {{best: {{metric: loss}}}}; or draw at random"
     drawn = task.drawn_from
     if drawn is not None and task.from_checkpoint is not None and task.run.kind == "job":
         told = f"the checkpoint's job has parameters of its own, which no {drawn.GROUP} can change"
         yield drawn.GROUP, f"{told}; use an array, or leave out from_checkpoint"
+
+
+def _has_objective(task: TaskDescriptor) -> bool:
+    return task.stop is not None or task.checkpoint.best is not None
 
 
 def _unknown_values(task: TaskDescriptor) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any
 
@@ -36,6 +36,7 @@ from app.db.ids import new_id
 from app.db.models import Lot, Need, Task
 from app.messaging import outbox, webhooks
 from app.scheduling.journal import request_needs, rungs, task_writer
+from app.scheduling.journal.proposals import propose
 from app.scheduling.round_notes import notes_of
 
 JSON = dict[str, Any]
@@ -49,6 +50,7 @@ _IS_FAILED_MEMBER: ColumnElement[bool] = literal_column(
 )
 LOTS_AT_ONCE = 50  # lots that one transaction of control looks at
 MEMBERS_AT_ONCE = 1000  # most members that it makes
+PROPOSALS_AT_ONCE, PROPOSALS_OF_A_LOT = 4, 2  # most of these that it proposes (`proposals`)
 _DESCRIPTIONS = 64  # lots whose descriptions are kept in memory
 _COUNTS = [each.name for each in fields(LotCounts)]
 
@@ -76,7 +78,7 @@ def replace_ended(session: Session) -> None:
         if counts_of(lot).has_failed_too_often and not was_held:
             _tell_held(session, lot, ended[id][0])
         islands = [task.island for task in ended[id]]
-        _make(session, lot, islands, most=len(islands))
+        _make(session, lot, islands, Allowance(members=len(islands)))
         if lot.live == 0:
             transactions.after_commit(session, outbox.nudge_control)
 
@@ -92,15 +94,15 @@ def look_at_lots(session: Session) -> bool:
     """
     restarted = _restart_asked(session) | rungs.decide(session)
     lots = session.scalars(_lots_to_look_at()).all()
-    most, ended = MEMBERS_AT_ONCE, False
+    left, ended = Allowance(members=MEMBERS_AT_ONCE, proposals=PROPOSALS_AT_ONCE), False
     for lot in lots:
-        most -= _make(session, lot, [], most=most)
+        _make(session, lot, [], left)
         if counts_of(lot).has_only_losers_left:
             rungs.stop_losers(session, lot.id)
         if lot.live == 0:
             _end(session, lot)
             ended |= not lot.is_open
-    return restarted or ended or most < MEMBERS_AT_ONCE
+    return restarted or ended or left.members < MEMBERS_AT_ONCE
 
 
 @cache
@@ -243,19 +245,28 @@ def _add_up(lot: Lot, task: Task, sign: int) -> None:
     lot.lost_steps += sign * task.lost_steps
 
 
-def _make(session: Session, lot: Lot, places: Sequence[str | None], *, most: int) -> int:
-    """Make as many members as the lot has room for, up to `most`, the first ones on the islands in
-    `places`; return how many.
+@dataclass(slots=True, kw_only=True)
+class Allowance:
+    """Counts how many members a transaction may still make, and how many of these it proposes."""
 
-    Members that go on past a rung go first, then those that start again.
+    members: int
+    proposals: int = 0
+
+
+def _make(session: Session, lot: Lot, places: Sequence[str | None], left: Allowance) -> None:
+    """Make as many members as the lot has room for, and `left` allows, the first ones on the
+    islands in `places`.
+
+    Members that go on past a rung go first, then those that start again. Control alone makes those
+    whose values are proposed.
     """
-    room = min(counts_of(lot).room, most)
+    room = min(counts_of(lot).room, left.members)
     if not room:
-        return 0
+        return
     mine = select(Task.descriptor, Task.retry_max).where(Task.id == lot.id, *_may_start())
     found = session.execute(mine.with_for_update(read=True, of=Task, skip_locked=True)).first()
     if found is None:
-        return 0
+        return
     promoted = _promoted(session, lot, room) if lot.promoted else ()
     for task in promoted:
         rungs.go_on(session, task)
@@ -264,12 +275,23 @@ def _make(session: Session, lot: Lot, places: Sequence[str | None], *, most: int
         _add_up(lot, task, -1)
         _restart(session, task, islands.pop(0))
         lot.again, lot.live = lot.again - 1, lot.live + 1
-    first = lot.made
-    lot.made = min(lot.count, first + len(islands))
-    lot.live += lot.made - first
+    left.members -= room - len(islands)
+    spec, values_of = _description(json.dumps(found.descriptor, sort_keys=True))
+    first, number = lot.made, len(islands)
+    search = spec.search if spec.search is not None and spec.search.learns else None
+    if search is not None:
+        number = min(number, left.proposals, PROPOSALS_OF_A_LOT)
+    indices = range(first, min(lot.count, first + number))
+    if search is not None and number:
+        proposed = propose(session, lot.id, search, indices)
+        values_of = dict(zip(indices, proposed, strict=True)).__getitem__
+        left.proposals -= len(indices)
+    elif search is not None and indices.start < lot.count and islands:
+        transactions.after_commit(session, outbox.nudge_control)
+    lot.made, lot.live = indices.stop, lot.live + len(indices)
+    left.members -= len(indices)
     session.flush()
-    _write(session, lot.id, found.descriptor, range(first, lot.made), islands)
-    return room - len(islands) + lot.made - first
+    _write(session, lot.id, spec, values_of, indices, islands)
 
 
 def _promoted(session: Session, lot: Lot, room: int) -> Sequence[Task]:
@@ -313,13 +335,13 @@ def _description(descriptor: str) -> tuple[TaskDescriptor, Callable[[int], dict[
 def _write(
     session: Session,
     lot: str,
-    descriptor: JSON,
+    task: TaskDescriptor,
+    values_of: Callable[[int], dict[str, Scalar]],
     indices: range,
     islands: Sequence[str | None],
 ) -> None:
     if not indices:
         return
-    task, values_of = _description(json.dumps(descriptor, sort_keys=True))
     rows = []
     for index, island in zip(indices, islands, strict=False):
         values = values_of(index)

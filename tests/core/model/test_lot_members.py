@@ -160,6 +160,19 @@ def test_grid_has_each_combination_once_in_an_order_of_the_seed():
     assert every != sorted(every, key=lambda each: tuple(each.values()))
 
 
+def test_search_that_learns_needs_a_metric_and_makes_few_at_once():
+    search = {"method": "tpe", "trials": 20, "space": SPACE}
+    task = {"name": "lot", "run": {"command": ["true"]}, "search": search}
+    assert "checkpoint" in faults(task)["/tasks/0/search/method"]
+    lot = read(run={"command": ["true"]}, search=search, checkpoint={"best": {"metric": "loss"}})
+    assert lot.array.at_once == 4
+    assert descriptors.from_json(descriptors.as_json(lot)) == lot
+    rule = {"metric": "loss", "rungs": [10]}
+    many = {**search, "trials": 1001}
+    assert "/tasks/0/search/trials" in faults({**task, "search": many, "stop": rule})
+    assert "/tasks/0/search/method" not in faults({**task, "stop": rule})
+
+
 def test_member_of_a_search_has_its_values():
     task = read(
         run={"command": ["python", "train.py", "${search.way}"]},

@@ -32,6 +32,7 @@ MOST_MEMBERS = 100_000  # of an array
 MOST_EXCLUDED = 32  # entries of `exclude`
 MOST_AT_ONCE = 10_000
 USUAL_AT_ONCE = 1000
+USUAL_PROPOSED = 4  # `at_once` of a search that learns: what is made at once knows less
 EXCLUDE = "exclude"
 INDEX_VARIABLE = "ROUNDHOUSE_ARRAY_INDEX"  # the environment of a member has its index in it
 
@@ -105,7 +106,9 @@ def read_lot(fields: Fields) -> tuple[Array | None, Matrix | None, LotSearch | N
         fields.fault("search", told)
     inside = fields.inside("array")
     if matrix is not None or search is not None:
-        return _read_array(inside, _count(fields, inside, matrix, search)), matrix, search
+        at_once = USUAL_PROPOSED if search is not None and search.learns else USUAL_AT_ONCE
+        count = _count(fields, inside, matrix, search)
+        return _read_array(inside, count, at_once=at_once), matrix, search
     if not inside.given:
         return None, None, None
     inside.require("count")
@@ -126,7 +129,7 @@ def _count(fields: Fields, array: Fields, matrix: Matrix | None, search: LotSear
     return max(1, count)
 
 
-def _read_array(fields: Fields, usual: int) -> Array:
+def _read_array(fields: Fields, usual: int, *, at_once: int = USUAL_AT_ONCE) -> Array:
     count = fields.integer("count", usual, least=1, most=MOST_MEMBERS)
     most_failures = None
     if fields.body.get("max_failures") is not None:
@@ -138,7 +141,7 @@ def _read_array(fields: Fields, usual: int) -> Array:
         fields.number("max_failures", 0.0, above=0, most=1)  # the field is known
     array = Array(
         count=count,
-        at_once=fields.integer("at_once", USUAL_AT_ONCE, least=0, most=MOST_AT_ONCE),
+        at_once=fields.integer("at_once", at_once, least=0, most=MOST_AT_ONCE),
         max_failures=most_failures,
     )
     fields.close()

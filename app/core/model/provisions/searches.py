@@ -3,6 +3,9 @@
 A member's values depend on the search and on its index alone, so that each process draws the same.
 A `random` search draws each key for itself: another key, or more trials, changes no value that was
 drawn before. A `grid` search takes combinations in an order that the seed shuffles, none twice.
+
+The values of a `tpe` search depend on the results of the members before it, too
+(`scheduling.journal.proposals`). Its first ones are drawn as by a random search.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from app.core.model.provisions.lot_values import (
 
 JSON = dict[str, Any]
 
-METHODS = ("random", "grid")
+RANDOM, GRID, TPE = METHODS = ("random", "grid", "tpe")
+MOST_PROPOSED = 1000  # trials of a search whose values depend on results
 SCALES = ("uniform", "log", "int", "log_int")
 MOST_SEED = 2**53
 MOST_BOUND = 1e15  # of an interval
@@ -52,10 +56,14 @@ class ValueInterval:
             value = low + int(share * (high - low + 1))
         else:
             value = exp(log(low) + share * (log(high + 1) - log(low)))
+        return self.rounded(value)
+
+    def rounded(self, value: float) -> Scalar:
+        """Return the value inside the interval, as a member gets it."""
         if self.is_whole:
-            return int(min(max(value, low), high))
+            return int(min(max(value, self.low), self.high))
         # rounded, so that the last bits of a logarithm do not matter
-        return min(max(float(f"{value:.{_DIGITS}g}"), low), high)
+        return min(max(float(f"{value:.{_DIGITS}g}"), self.low), self.high)
 
     @property
     def is_whole(self) -> bool:
@@ -83,13 +91,18 @@ class LotSearch:
 
     def by_index(self) -> Callable[[int], dict[str, Scalar]]:
         """Return the function that gives the values of the member with an index."""
-        if self.method != "grid":
+        if self.method != GRID:
             return lambda index: {
                 key: self._drawn(key, of, index) for key, of in self.space.items()
             }
         every = [dict(zip(self.space, each, strict=True)) for each in product(*self._columns())]
         order = sorted(range(len(every)), key=lambda n: self._digest("grid", n))
         return lambda index: every[order[index]]
+
+    @property
+    def learns(self) -> bool:
+        """True if the values of a member depend on the results of others."""
+        return self.method == TPE
 
     def combinations(self) -> Iterator[dict[str, Scalar]]:
         """Yield the values of each member, in the order of the members' indices."""
@@ -132,11 +145,11 @@ def read_search(fields: Fields) -> LotSearch | None:
     inside = fields.inside("search")
     if not inside.given:
         return None
-    method = inside.one_of("method", METHODS, "random")
+    method = inside.one_of("method", METHODS, RANDOM)
     space = _read_space(inside, method)
-    inside.require("space", *(["trials"] if method == "random" else []))
-    usual, most = 1, MOST_COMBINATIONS
-    if method == "grid":
+    inside.require("space", *([] if method == GRID else ["trials"]))
+    usual, most = 1, MOST_PROPOSED if method == TPE else MOST_COMBINATIONS
+    if method == GRID:
         usual = most = prod(_size(each) for each in space.values())
         if most > MOST_COMBINATIONS:
             told = f"a grid must have at most {MOST_COMBINATIONS} combinations; got {most}"
@@ -180,11 +193,11 @@ def _read_one(
     found = _read_interval(fields, f"{where}/{scale}", scale, given[scale])
     if found is None:
         return [""]
-    if method == "grid" and not found.is_whole:
+    if method == GRID and not found.is_whole:
         told = "a grid needs a list of values or whole numbers; method: random draws from intervals"
         fields.fault(where, told, "type")
         return [""]
-    if method == "grid" and _size(found) > MOST_VALUES:
+    if method == GRID and _size(found) > MOST_VALUES:
         told = f"must have at most {MOST_VALUES} values in a grid; got {_size(found)}"
         fields.fault(where, told, "range")
         return [""]
