@@ -140,7 +140,7 @@ def _reserved(session: Session, island: str) -> tuple[ReservedFor, ...]:
             path = tuple(each.id for each in tenant_tree.path(session, str(it.tenant_id)))
             owners[it.id] = (*path, it.user_id) if it.user_id else path
         ends = time_us(window.begins_at), time_us(window.ends_at)
-        found.append(ReservedFor(owners[it.id], ReservedTime(*ends, it.devices)))
+        found.append(ReservedFor(owners[it.id], ReservedTime(*ends, it.devices), it.id))
     return tuple(found)
 
 
@@ -229,19 +229,11 @@ def of_history(
     return scene, since, until
 
 
-# when the first window began in which a task could run that names a reservation
-_OPENS_AT = (
-    select(func.min(ReservationWindow.begins_at))
-    .where(ReservationWindow.reservation_id == Task.reservation_id)
-    .where(ReservationWindow.ends_at > Task.submitted_at)
-    .scalar_subquery()
-    .label("opens_at")
-)
 _COLUMNS = (
     Task.id, Task.tenant_id, Task.user_id, Task.kind, Task.devices_min, Task.memory_bytes,
     Task.device_choice, Task.priority, Task.tier, Task.submitted_at, Task.not_before,
     Task.total_held_us, Task.pauses, Task.switch_us, Task.lot_id, Task.lot_index, Task.step,
-    _OPENS_AT,
+    Task.reservation_id,
 )  # fmt: skip
 
 
@@ -336,7 +328,7 @@ def _rung_marks(session: Session, members: Mapping[str, Any]) -> dict[str, tuple
 
 
 def _arrived_s(row: Any) -> float:
-    at: datetime = max(filter(None, (row.submitted_at, row.not_before, row.opens_at)))
+    at: datetime = max(filter(None, (row.submitted_at, row.not_before)))
     return at.timestamp()
 
 
@@ -356,6 +348,7 @@ def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -
         tier=row.tier,
         after=after,
         expected_s=work_s if known else None,
+        reservation=row.reservation_id or "",
     )
 
 

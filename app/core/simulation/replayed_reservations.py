@@ -12,16 +12,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.core.fairness.reservation import ReservedTime
+from app.core.model.reserved_task import ReservationStanding
 
 
 class ReservedFor(NamedTuple):
     """Says which tenants or users are promised the devices of a window.
 
     `owners` are the tenant, all tenants above it and, if it is for a user, that user.
+    `reservation` is named by tasks that run in its windows alone.
     """
 
     owners: tuple[str, ...]
     time: ReservedTime
+    reservation: str = ""
 
 
 class Maintained(NamedTuple):
@@ -44,7 +47,7 @@ class ReplayedReservations:
     def look(self, now_us: int) -> Iterator[tuple[str, Mapping[str, int]]]:
         """Yield (tenant or user, devices by kind) of each for which that has changed."""
         found, at_us = defaultdict[str, Counter[str]](Counter), self.begins_us + now_us
-        for owners, (begins_us, ends_us, devices) in self.windows:
+        for owners, (begins_us, ends_us, devices), _ in self.windows:
             if begins_us <= at_us < ends_us:
                 for owner in owners:
                     found[owner].update(devices)
@@ -53,6 +56,20 @@ class ReplayedReservations:
             if now != self._now.get(owner, {}):
                 self._now[owner] = now
                 yield owner, now
+
+    def standing(self, reservation: str, now_us: int) -> ReservationStanding:
+        """Return how tasks stand that name the reservation.
+
+        After its last window they go on: they did their work in its windows, and are only later.
+        """
+        at_us = self.begins_us + now_us
+        ahead = [
+            each.time.begins_us
+            for each in self.windows
+            if each.reservation == reservation and each.time.ends_us > at_us
+        ]
+        is_later = ahead and min(ahead) > at_us
+        return ReservationStanding.planned if is_later else ReservationStanding.free
 
     def drained(self, now_us: int) -> set[str]:
         """Return the devices that are maintained now."""
@@ -67,6 +84,6 @@ class ReplayedReservations:
     def next_us(self, now_us: int) -> int | None:
         """Return when a window begins or ends next; None if none does."""
         at_us = self.begins_us + now_us
-        times = [time[:2] for _, time in self.windows] + [one[1:] for one in self.maintained]
+        times = [one.time[:2] for one in self.windows] + [one[1:] for one in self.maintained]
         due = [us for time in times for us in time if us > at_us]
         return min(due) - self.begins_us if due else None

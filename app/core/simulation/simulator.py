@@ -30,6 +30,7 @@ from app.core.fairness.usage_decay import faded, rebase
 from app.core.model import lifecycle
 from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.model.reserved_task import ReservationStanding
 from app.core.model.rungs import HELD_AT_RUNG
 from app.core.model.snapshot import (
     BoardDevice,
@@ -92,6 +93,7 @@ class Arrival:
     # name under which the report counts the task, if that is not its tenant
     owner: str | None = None
     request: str = ""  # tasks of one request finish one after the other; "": a request of its own
+    reservation: str = ""  # in whose windows alone it runs; "": at any time
     lot: str = ""  # the lot with a rule `stop` of which it is a member
     rungs: tuple[RungMark, ...] = ()
 
@@ -344,6 +346,10 @@ class World:
         self.budgets = ReplayedBudgets(budgets, parents, begins_us)
         self._budgets_us: int | None = None  # when a budget changes what is in force
         self.reservations = ReplayedReservations(reserved, maintained, begins_us)
+        # reservation -> how tasks that name it stood when it was looked at last
+        named = {arrival.reservation for arrival in self.arrivals} - {""}
+        self._standing = dict.fromkeys(named, ReservationStanding.free)
+        self._turns_us: float = 0  # when that may have changed
         # what is guaranteed for ever
         self._guaranteed = {id: tenant.guarantee for id, tenant in self.tenants.items()}
 
@@ -395,6 +401,7 @@ class World:
             self._look_at_budgets()
         for owner, devices in self.reservations.look(self.now_us):
             self._reserve(owner, devices)
+        self._open_and_close()
         if self.reservations.maintained:
             self._drain(self.reservations.drained(self.now_us))
 
@@ -421,17 +428,19 @@ class World:
     def _arrive(self, arrival: Arrival) -> None:
         self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s) * arrival.ranks)
         milli = choice_in(arrival.choice).fraction_milli
-        self._meter.want(self.now_us, arrival.counted_for, arrival.width, milli)
         waits_for = tuple(id for id in arrival.after if not self._finished(id))
         for id in waits_for:
             self._waited_for.setdefault(id, []).append(arrival.task)
+        conditions = self._conditions(arrival, waits_for)
+        if not conditions.reservation:
+            self._meter.want(self.now_us, arrival.counted_for, arrival.width, milli)
         self.board.set_task(
             BoardTask(
                 id=arrival.task,
                 request=arrival.request or arrival.task,
                 tenant=arrival.tenant,
                 user=arrival.user,
-                state=State.blocked if waits_for else State.waiting,
+                state=State.waiting if conditions == _FREE else State.blocked,
                 epoch=0,
                 kind=arrival.kind,
                 width=arrival.width,
@@ -442,9 +451,16 @@ class World:
                 tier=arrival.tier,
                 submitted_s=arrival.at_s,
                 expected_s=_slowed(arrival.expected_s, arrival, arrival.width),
-                conditions=Conditions(waits_for=waits_for) if waits_for else _FREE,
+                conditions=conditions,
             )
         )
+
+    def _conditions(self, arrival: Arrival, waits_for: tuple[str, ...] = ()) -> Conditions:
+        """Return the start conditions of a task now."""
+        if arrival.reservation:
+            standing = self.reservations.standing(arrival.reservation, self.now_us)
+            return Conditions(waits_for=waits_for, reservation=standing)
+        return Conditions(waits_for=waits_for) if waits_for else _FREE
 
     def _finished(self, id: str) -> bool:
         run = self.runs.get(id)
@@ -566,6 +582,9 @@ class World:
             expected_s=_left_s(task, self.runs[task.id], task.width),
         )
         self.board.set_task(waiting)
+        if waiting.conditions.reservation:  # it wants no device before the next window
+            wanted = self.runs[task.id].arrival.counted_for
+            self._meter.want(self.now_us, wanted, -task.width, _milli(task))
         if not waiting.saved:
             self._say("Saved", waiting, _us(self.costs.save_s))
         self._rest(waiting)
@@ -644,6 +663,27 @@ class World:
             user = self.users[owner] = replace(self.users[owner], guarantee=devices)
             self.board.set_user(replace(user, faded_us=self.board.users[owner].faded_us))
 
+    def _open_and_close(self) -> None:
+        """Let tasks that name a reservation wait outside its windows, and go on inside."""
+        if not self._standing or self.now_us < self._turns_us:
+            return
+        next_us = self.reservations.next_us(self.now_us)
+        self._turns_us = math.inf if next_us is None else next_us
+        turned = dict[str, ReservationStanding]()
+        for id, before in self._standing.items():
+            if (now := self.reservations.standing(id, self.now_us)) != before:
+                self._standing[id] = turned[id] = now
+        for task in [*self.tasks.values()] if turned else ():
+            arrival = self.runs[task.id].arrival
+            standing = turned.get(arrival.reservation, task.conditions.reservation)
+            if standing == task.conditions.reservation:
+                continue
+            if task.state not in ON_A_DEVICE:
+                change = -task.width if standing else task.width
+                self._meter.want(self.now_us, arrival.counted_for, change, _milli(task))
+            conditions = replace(task.conditions, reservation=standing)
+            self.board.set_task(changed(task, conditions=conditions))
+
     def _drain(self, drained: set[str]) -> None:
         """Let exactly these devices take no work."""
         for id, device in self.devices.items():
@@ -705,7 +745,8 @@ class World:
         for id in self._waited_for.pop(done, ()):
             task = self.tasks[id]
             left = tuple(needed for needed in task.conditions.waits_for if needed != done)
-            self.board.set_task(changed(task, conditions=Conditions(waits_for=left)))
+            conditions = self._conditions(self.runs[id].arrival, left)
+            self.board.set_task(changed(task, conditions=conditions))
 
     # --- members of lots at their rungs ---
 
@@ -717,7 +758,8 @@ class World:
                 continue
             task, arrival = self.tasks[id], self.runs[id].arrival
             self._meter.want(self.now_us, arrival.counted_for, task.width, _milli(task))
-            self.board.set_task(changed(task, conditions=_FREE, waiting_since_s=self.now_s))
+            conditions = self._conditions(arrival)
+            self.board.set_task(changed(task, conditions=conditions, waiting_since_s=self.now_s))
         for id in lot.stop_losers():
             self.runs[id].finished_us = self.runs[id].rested_us
             self.done += 1
@@ -746,7 +788,8 @@ class World:
         run.rung += 1
         for id in lot.reach(run.arrival.task, mark.value):
             if id in self.tasks:
-                self.board.set_task(changed(self.tasks[id], conditions=_FREE))
+                conditions = self._conditions(self.runs[id].arrival)
+                self.board.set_task(changed(self.tasks[id], conditions=conditions))
 
     def _rest(self, task: BoardTask) -> None:
         """Let a member that has lost rest, now that it has left its devices."""

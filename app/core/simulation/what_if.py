@@ -71,7 +71,9 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
     in_line, tenants, users, reserved = fitting, setup.tenants, setup.users, setup.reserved
     if POLICIES[setup.named][0]:
         in_line = [replace(a, tenant=_ALL, user=_ALL, owner=a.tenant) for a in fitting]
-        tenants, users, reserved = (BoardTenant(id=_ALL, name=_ALL, weight=1000),), (), ()
+        tenants, users = (BoardTenant(id=_ALL, name=_ALL, weight=1000),), ()
+        # nobody is promised anything, but tasks wait for the windows that they name
+        reserved = [each._replace(owners=()) for each in setup.reserved]
     report = simulate(
         in_line,
         setup.devices,

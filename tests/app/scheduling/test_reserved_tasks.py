@@ -294,8 +294,8 @@ def test_member_that_starts_again_waits_until_control_has_looked(
     assert session.get_one(Reservation, id).name == "workshop"
 
 
-def test_replay_begins_a_task_with_the_window_of_its_reservation(reserve, submit, session):
-    reserve(hours=3)
+def test_replay_knows_which_tasks_run_in_windows_alone(reserve, submit, session):
+    id = reserve()
     for more in ({}, {"reservation": None}):
         task = submit(**more)
         task.state, task.total_held_us, task.ended_at = State.done, 10**6, func.now()
@@ -304,5 +304,5 @@ def test_replay_begins_a_task_with_the_window_of_its_reservation(reserve, submit
     scene, _, _ = simulations.of_history(
         session, "isle", since=until - 2 * HOUR, until=until, durations_known=True
     )
-    at_s = sorted(each.at_s for each in scene.arrivals)
-    assert at_s[1] - at_s[0] == pytest.approx(3 * 3600, abs=60)
+    assert sorted(each.reservation for each in scene.arrivals) == ["", id]
+    assert [each.reservation for each in scene.reserved] == [id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from app.core.fairness.reservation import ReservedTime
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.replayed_reservations import Maintained, ReservedFor
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
+from app.core.simulation.what_if import Setup, run
 
 HOUR_S = 3600.0
 SLICE_S = 300.0
@@ -81,6 +83,69 @@ def test_after_its_window_a_task_goes_on_as_any_other() -> None:
     report = replay([*mine, *crowd(3)], window(HOUR_S, 2 * HOUR_S, 4, "a"))
     assert report.finished["mine"] <= 9 * HOUR_S + RECLAIM_S
     assert not report.pauses.get("mine")
+
+
+def gated(task: str, work_s: float, at_s: float = 0.0) -> Arrival:
+    return replace(arrival(task, work_s, at_s), reservation="r")
+
+
+def gate(begins_s: float, ends_s: float, devices: int = 1) -> ReservedFor:
+    return window(begins_s, ends_s, devices, "a")._replace(reservation="r")
+
+
+def test_task_that_names_a_reservation_runs_in_its_windows_alone() -> None:
+    mine = [gated("mine", 3 * HOUR_S), arrival("free", HOUR_S)]
+    report = replay(mine, gate(2 * HOUR_S, 4 * HOUR_S), gate(10 * HOUR_S, 12 * HOUR_S))
+    assert report.waits_s["mine"] == pytest.approx(2 * HOUR_S, abs=COSTS.start_s)
+    assert report.waits_s["free"] == pytest.approx(0.0, abs=COSTS.start_s)
+    assert report.pauses["mine"] == 1
+    assert report.finished["mine"] == pytest.approx(11 * HOUR_S, abs=10)
+    # outside its windows it wants no device: nothing is owed to it
+    outside = [(HOUR_S + 60, 2 * HOUR_S), (4 * HOUR_S + 60, 10 * HOUR_S)]
+    wanted = [
+        each.wanted.get(("a/1", "cpu"), 0.0)
+        for each in report.intervals
+        for from_s, to_s in outside
+        if from_s <= each.from_s and each.from_s + each.lasts_s <= to_s
+    ]
+    assert len(wanted) > 10
+    assert not any(wanted)
+
+
+def test_task_goes_on_after_the_last_window_of_a_replay() -> None:
+    report = replay([gated("mine", 3 * HOUR_S)], gate(HOUR_S, 2 * HOUR_S))
+    assert not report.pauses
+    assert report.finished["mine"] == pytest.approx(4 * HOUR_S, abs=10)
+
+
+def test_task_that_comes_inside_a_window_starts_at_once() -> None:
+    report = replay([gated("mine", HOUR_S, at_s=HOUR_S)], gate(HOUR_S, 3 * HOUR_S))
+    assert report.waits_s["mine"] <= COSTS.start_s
+
+
+def test_task_waits_for_its_window_and_for_what_it_needs() -> None:
+    first = gated("first", HOUR_S)
+    then = replace(gated("then", HOUR_S), after=("first",))
+    last = replace(arrival("last", HOUR_S), after=("first",), reservation="s")
+    report = replay(
+        [first, then, last], gate(0.0, 2 * HOUR_S), gate(5 * HOUR_S, 9 * HOUR_S),
+        window(7 * HOUR_S, 9 * HOUR_S, 1, "a")._replace(reservation="s"),
+    )  # fmt: skip
+    assert report.finished["then"] == pytest.approx(2 * HOUR_S, abs=20)
+    assert report.waits_s["last"] == pytest.approx(7 * HOUR_S, abs=COSTS.start_s)
+
+
+@pytest.mark.parametrize("named", ["fair", "fifo"])
+def test_window_of_a_task_holds_under_every_policy(named: str) -> None:
+    setup = Setup(
+        arrivals=[replace(gated("mine", HOUR_S), owner="a")],
+        devices=[BoardDevice(id="d0", host="h", kind="cpu")],
+        tenants=[tenant("a")],
+        policy=POLICY,
+        reserved=[gate(2 * HOUR_S, 4 * HOUR_S)],
+        named=named,
+    )
+    assert run(setup)[0].finished["mine"] == pytest.approx(3 * HOUR_S, abs=1)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
