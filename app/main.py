@@ -66,8 +66,7 @@ def create_app() -> FastAPI:
         title="Roundhouse",
         version="1",
         summary="Runs the torch jobs of many teams on a few shared devices, and loses no step.",
-        description="Every error is `application/problem+json`; its `type` is the URL of an "
-        "explanation.",
+        description=probes.INTRODUCTION,
         openapi_tags=probes.TAGS,
         docs_url=None,
         redoc_url=None,

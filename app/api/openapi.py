@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from app.api import operation_details
+from app.api import operation_details, property_words
 from app.api.access.rate_limiting import SESSION_COOKIE
 from app.api.descriptor_schema import COMPONENTS
 from app.api.schemas.base import Problem
@@ -57,6 +57,7 @@ def completed(document: JSON) -> JSON:
     document["components"]["securitySchemes"] = deepcopy(_SECURITY)
     _put_nulls_back(document)
     operation_details.add(document)
+    property_words.add(document)
     for name, schema in schemas.items():
         if name.startswith("Page_") and (item := _example(schemas, _items(schema))) is not None:
             schema["examples"] = [{"items": [item], "next_cursor": None}]

@@ -327,30 +327,41 @@ def show_docs() -> str:
     return _DOCS
 
 
-#: The groups of the API's page, in its order: work, then what administrators change, then data.
+INTRODUCTION = """\
+**Work.** `POST /v1/requests` submits; `GET /v1/requests/{id}` and its streams follow what becomes
+of it; `GET /v1/tasks/{id}/explain` says why a task waits.
+
+**Administration** begins with three calls: `POST /v1/tenants` makes a team, `POST /v1/users` a
+member of it, and `POST /v1/keys` the member's key. Devices join when their worker starts;
+`GET /v1/devices` shows them.
+
+*Authorize* takes a key. Each operation names the scope that a key needs. Every error is
+`application/problem+json`, and its `type` is the URL of an explanation."""
+
+#: The groups of the API's page, in its order: first work, then from the tenants on administration
+#: (`docs.css` has the headings).
 TAGS: list[dict[str, Any]] = [
     {"name": tag, "description": description}
     for tag, description in {
         "requests": "Submit, follow and change requests.",
         "tasks": "The tasks of a request, and why each waits.",
         "shares": "Entitlements, queues, usage and scheduling decisions.",
-        "tenants": "For administrators: tenants, their weights and their quotas.",
-        "users and keys": "For administrators: the users of a tenant, and their API keys.",
-        "devices": "For administrators: islands, hosts and devices.",
-        "presets": "For administrators: device settings for each type of task.",
-        "mounts": "For administrators: folders and container images of the hosts that tasks can "
-        "see, read-only.",
-        "simulations": "For administrators: what would change with other shares or devices.",
-        "audit": "For administrators: the actions of administrators.",
-        "webhooks": "For administrators: notifications of ended requests, and their deliveries.",
-        "reservations": "Devices that a tenant is guaranteed in windows, and planned maintenance.",
-        "channels": "Names for addresses that requests tell of their events.",
-        "secrets": "Values for environment variables, never shown again.",
         "checkpoints": "Checkpoints of jobs, and the tensors in them.",
         "bundles": "The code that requests run.",
         "graphs": "Programs of many small functions of a bundle.",
         "datablocks": "Named and versioned tensors that tasks can use as inputs.",
         "environments": "Packages that requests bring, as they are locked.",
+        "secrets": "Values for environment variables, never shown again.",
+        "tenants": "Teams, their weights, their quotas and all of their work.",
+        "users and keys": "The users of a tenant, and their API keys.",
+        "devices": "Islands, hosts and devices.",
+        "reservations": "Devices that a tenant is guaranteed in windows, and planned maintenance.",
+        "presets": "Device settings for each type of task.",
+        "mounts": "Folders and container images of the hosts that tasks can see, read-only.",
+        "channels": "Names for addresses that requests tell of their events.",
+        "webhooks": "Notifications of ended requests, and their deliveries.",
+        "simulations": "What would change with other shares or devices.",
+        "audit": "The actions of administrators.",
         "meta": "The service itself.",
     }.items()
 ]

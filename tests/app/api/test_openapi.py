@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from app.api import property_words
 from app.local import openapi_contract
 from tests.app.conftest import descriptor
 
@@ -74,6 +75,20 @@ class TestOperations:
         for name, operation in operations.items():
             if scope := operation.get("x-scope"):
                 assert f"Needs the scope `{scope}`" in operation["description"], name
+
+    def test_each_property_is_described(self, document):
+        schemas = document["components"]["schemas"]
+        properties = {
+            f"{schema}.{name}": value
+            for schema, it in schemas.items()
+            for name, value in it.get("properties", {}).items()
+        }
+        told = [name for name, value in properties.items() if value.get("description")]
+        refers = [name for name, value in properties.items() if "$ref" in value]
+        assert {*properties} == {*told, *refers}
+        assert {*property_words.OF_SCHEMA} <= {*told}, "a schema or property that is there"
+        given = {name.partition(".")[2] for name in properties}
+        assert {*property_words.WORDS} <= given
 
     def test_each_success_is_described_in_words(self, operations):
         for name, operation in operations.items():
