@@ -837,8 +837,8 @@ COMPONENTS = {
 
 def in_order(descriptor: dict[str, Any]) -> dict[str, Any]:
     """Return the descriptor with its fields, and those of its tasks, in the order of the schema."""
-    found = _ordered(descriptor, SCHEMA)
-    return {**found, "tasks": [_ordered(task, _TASK) for task in found["tasks"]]}
+    tasks = [_ordered(task, _TASK) for task in descriptor.get("tasks", ())]
+    return _ordered({**descriptor, "tasks": tasks}, SCHEMA)
 
 
 def _ordered(given: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
