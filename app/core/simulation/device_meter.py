@@ -24,13 +24,14 @@ class Interval:
     """Holds the mean number of devices held and wanted, by (tenant, kind), from `from_s` for
     `lasts_s`.
 
-    Wanted is what running and waiting tasks need.
+    Wanted is what running and waiting tasks need; `barred` of it is kept from them by budgets.
     """
 
     from_s: float
     lasts_s: float
     held: Mapping[Key, float]
     wanted: Mapping[Key, float]
+    barred: Mapping[Key, float]
 
 
 class _Sums:
@@ -71,7 +72,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._every_us, self._ends_us = SHORTEST_US, SHORTEST_US
-        self._held, self._wanted = _Sums(), _Sums()
+        self._held, self._wanted, self._barred = self._all = _Sums(), _Sums(), _Sums()
 
     def hold(self, at_us: int, key: Key, change: int, milli: int = WHOLE_MILLI) -> None:
         """Note that `change` more devices are held, or `milli` thousandths of each."""
@@ -84,13 +85,18 @@ class Meter:
             self._close_until(at_us)
         self._wanted.add(at_us, key, change * milli)
 
+    def bar(self, at_us: int, key: Key, change_milli: int) -> None:
+        """Note that budgets keep so many more thousandths of devices from waiting tasks."""
+        if at_us >= self._ends_us:
+            self._close_until(at_us)
+        self._barred.add(at_us, key, change_milli)
+
     def _close_until(self, at_us: int) -> None:
-        both = (self._held, self._wanted)
         while self._ends_us <= at_us:
-            for sums in both:
+            for sums in self._all:
                 sums.close(self._ends_us)
             if len(self._held.closed) == MOST:
-                for sums in both:
+                for sums in self._all:
                     sums.merge()
                 self._every_us *= 2
             self._ends_us += self._every_us
@@ -101,8 +107,8 @@ class Meter:
         last_us = until_us - (self._ends_us - self._every_us)
         lengths = [self._every_us] * len(self._held.closed)
         if last_us > 0:
-            self._held.close(until_us)
-            self._wanted.close(until_us)
+            for sums in self._all:
+                sums.close(until_us)
             lengths.append(last_us)
         return tuple(
             Interval(
@@ -110,8 +116,9 @@ class Meter:
                 lasts_s=length / 1e6,
                 held=_means(held, length),
                 wanted=_means(wanted, length),
+                barred=_means(barred, length),
             )
-            for n, (length, held, wanted) in enumerate(
-                zip(lengths, self._held.closed, self._wanted.closed, strict=True)
+            for n, (length, held, wanted, barred) in enumerate(
+                zip(lengths, *(sums.closed for sums in self._all), strict=True)
             )
         )

@@ -62,7 +62,7 @@ class ReplayedBudgets:
 
     def spend(self, charged: Charged, now_us: int) -> None:
         """Count a charge that ends now in all budgets above its task."""
-        for owner in self._owners(charged.user, charged.tenant):
+        for owner in self.owners(charged.user, charged.tenant):
             it = self.budgets[owner]
             for kind in {charged.kind, ALL} & it.grants_us.keys():
                 ends_us = self.begins_us + now_us
@@ -100,7 +100,7 @@ class ReplayedBudgets:
         at_us = self.begins_us + now_us
         rates = Counter[tuple[str, str]]()
         for user, tenant, kind, milli in running:
-            for owner in self._owners(user, tenant):
+            for owner in self.owners(user, tenant):
                 rates[owner, kind] += milli
                 rates[owner, ALL] += milli
         found = []
@@ -117,7 +117,8 @@ class ReplayedBudgets:
                 found += [at_us + -(-us * 1000 // rate) for us in missing if us > 0]
         return min(found) - self.begins_us if found else None
 
-    def _owners(self, user: str, tenant: str) -> Iterator[str]:
+    def owners(self, user: str, tenant: str) -> Iterator[str]:
+        """Yield the user and the tenants, from its own upwards, that have budgets."""
         if user in self.budgets:
             yield user
         above: str | None = tenant

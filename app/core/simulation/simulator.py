@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from types import MappingProxyType
 
-from app.core.fairness.budget import Budget, Period
+from app.core.fairness.budget import ALL, STOPS, Budget, Period
 from app.core.fairness.fair_tree import lane
 from app.core.fairness.reservation import owed
 from app.core.fairness.usage_decay import faded, rebase
@@ -345,6 +345,9 @@ class World:
         parents = {id: tenant.parent for id, tenant in self.tenants.items()}
         self.budgets = ReplayedBudgets(budgets, parents, begins_us)
         self._budgets_us: int | None = None  # when a budget changes what is in force
+        # kinds of which a budget lets nothing start, by tenant or user, and what waits for that
+        self._stops: dict[str, set[str]] = {}
+        self._barred: Counter[tuple[str, str]] = Counter()  # as for the meter
         self.reservations = ReplayedReservations(reserved, maintained, begins_us)
         # reservation -> how tasks that name it stood when it was looked at last
         named = {arrival.reservation for arrival in self.arrivals} - {""}
@@ -704,6 +707,23 @@ class World:
                 user = replace(self.users[owner], exhausted=actions, budget_ends_s=ends_s)
                 self.users[owner] = user
                 self.board.set_user(replace(user, faded_us=self.board.users[owner].faded_us))
+            self._stops[owner] = {kind for kind, action in actions.items() if action in STOPS}
+        if any(self._stops.values()) or self._barred:
+            self._measure_barred()
+
+    def _measure_barred(self) -> None:
+        """Tell the meter what waiting tasks want and budgets keep from them."""
+        barred = Counter[tuple[str, str]]()
+        for task in self.tasks.values():
+            if not task.holds and not task.conditions.hold and self._is_barred(task):
+                barred[self.runs[task.id].arrival.counted_for] += task.width * _milli(task)
+        for key in {*barred, *self._barred}:
+            self._meter.bar(self.now_us, key, barred[key] - self._barred[key])
+        self._barred = +barred
+
+    def _is_barred(self, task: BoardTask) -> bool:
+        owners = self.budgets.owners(task.user, task.tenant)
+        return any(self._stops.get(owner, set()) & {task.kind, ALL} for owner in owners)
 
     def _spend(self, task: BoardTask) -> None:
         """Count in the budgets what the task has held since it was counted last."""

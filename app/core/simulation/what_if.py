@@ -299,7 +299,12 @@ def _by_tenant(amounts: Mapping[Key, float]) -> dict[str, float]:
 def _owed(setup: Setup, interval: Interval) -> dict[str, float]:
     owed: dict[str, float] = defaultdict(float)
     for kind, devices in Counter(device.kind for device in setup.devices).items():
-        wanted = {tenant: amount for (tenant, k), amount in interval.wanted.items() if k == kind}
+        # what a budget keeps from a tenant is not owed to it
+        wanted = {
+            tenant: max(0.0, amount - interval.barred.get((tenant, k), 0.0))
+            for (tenant, k), amount in interval.wanted.items()
+            if k == kind
+        }
         for tenant, part in owed_by_tree(devices, kind, setup.tenants, wanted).items():
             owed[tenant] += float(part)
     return dict(owed)

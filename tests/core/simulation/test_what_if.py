@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 
+from app.core.fairness.budget import Budget
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.device_meter import MOST, Meter
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped, simulate
@@ -60,6 +61,34 @@ def test_report_shows_two_jobs_on_one_device_as_they_ran(named: str) -> None:
         "wanted": [2.0] * 10 + [1.0] * 20,
         "held": {"a": [1.0] * 10 + [0.0] * 20, "b": [0.0] * 10 + [1.0] * 20},
     }
+
+
+DAILY = Budget(grants_us={"cpu": 60_000_000}, period=1, at={100: "pause"})
+HELD = replace(DAILY, at={100: "hold"})
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "budgets", "devices", "until_s", "error", "fair_shares"),
+    [
+        ([arrival("a1", 150)], {"id a": DAILY}, 1, math.inf, 0.0, {"a": 1.0}),
+        ([arrival("a1", 150)], {"id a u": DAILY}, 1, math.inf, 0.0, {"a": 1.0}),
+        # a2 waits for the next day while a1 runs on, so one of two devices is owed to nobody
+        ([arrival("a1", 300), arrival("a2", 9, at_s=100)], {"id a": HELD}, 2, 300, 0.0, {"a": 1.0}),
+        # a holds the device for its minute, of which each is owed a half; then b alone is owed it
+        (
+            [arrival("a1", 90), arrival("b1", 90)],
+            *({"id a": DAILY}, 1, 200, 30 / 200, {"a": 0.2, "b": 0.8}),
+        ),
+    ],
+)
+def test_tenant_that_its_budget_holds_back_is_owed_nothing(
+    arrivals, budgets, devices, until_s, error, fair_shares
+) -> None:
+    more = {"named": "fair-strict", "budgets": budgets, "until_s": until_s}
+    _, told = run(setup(*arrivals, devices=devices, **more))
+    assert told["fairness_error"] == error
+    shares = {t["tenant"]: t["fair_share"] for t in told["tenants"]}
+    assert {name: shares[name] for name in fair_shares} == fair_shares
 
 
 def test_pauses_and_switches_are_lost_time_too() -> None:
