@@ -46,6 +46,23 @@ def up(
 
 
 @app.command(rich_help_panel=HERE)
+def mcp(
+    ctx: typer.Context,
+    write: Annotated[
+        bool, typer.Option("--write", help="also submit, pause, resume and cancel")
+    ] = False,
+) -> None:
+    """Serve the API to a language model, over stdin and stdout (Model Context Protocol)."""
+    credentials.found(ctx.obj)  # raises an error in words before the protocol begins
+    try:
+        from app.cli import agents
+    except ImportError as error:
+        told = "this needs the package mcp: pip install 'roundhouse[mcp]'"
+        raise typer.BadParameter(told) from error
+    agents.server(lambda: root_command.connect(ctx), write=write).run()
+
+
+@app.command(rich_help_panel=HERE)
 def worker(
     host: Annotated[str | None, typer.Option(help="name of this host; default: its own")] = None,
     cpus: Annotated[int | None, typer.Option(help="so many CPU devices")] = None,

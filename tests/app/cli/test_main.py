@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import http.client
 import io
@@ -24,6 +25,8 @@ import numpy
 import psycopg
 import pytest
 import yaml
+from mcp import Client as ModelClient
+from mcp import StdioServerParameters
 from safetensors import safe_open
 from safetensors.numpy import save, save_file
 from typer.testing import Result
@@ -1954,3 +1957,87 @@ class TestDatablocks:
         run("cp", file, "datablock:mine")
         assert run("--as", "beta", "cp", "datablock:mine", "x").exit_code == 5
         assert "mine@1" not in run("--as", "beta", "datablocks", "--all").stdout
+
+
+# --- for models ---
+
+LOOKING = {
+    *("list_requests", "show_request", "show_descriptor", "why", "read_logs"),
+    *("list_devices", "show_shares", "check"),
+}
+ACTING = {"submit", "pause", "resume", "cancel"}
+
+
+class TestModels:
+    """`roundhouse mcp`, used by the protocol's own client, over stdin and stdout."""
+
+    @pytest.fixture
+    def talk(self, service):
+        """Start `roundhouse mcp` as a member of alpha, and call its tools one after the other."""
+
+        def talk(*calls: tuple[str, Any], write: bool = False) -> tuple[set[str], list[Any]]:
+            words = ["-m", "app.cli.main", "--as", "alpha", "mcp", *(["--write"] if write else [])]
+            env = {**service.env, "ROUNDHOUSE_URL": service.url}
+            how = StdioServerParameters(command=sys.executable, args=words, env=env)
+
+            async def all_of_them() -> tuple[set[str], list[Any]]:
+                async with ModelClient(how) as client:
+                    listed = {tool.name for tool in (await client.list_tools()).tools}
+                    return listed, [await client.call_tool(name, given) for name, given in calls]
+
+            return asyncio.run(all_of_them())
+
+        return talk
+
+    def test_a_model_looks_at_requests_and_can_change_nothing(self, talk, run, code, service):
+        (code / "train.py").write_text(JOB)
+        made = json.loads(
+            run(
+                "submit", "--job", "train:Train", "--bundle", code, "--name", "seen", "-o", "json"
+            ).stdout
+        )
+        service.waits(made["id"])
+        service.prints(made["id"], "first line", "second line")
+        listed, (found, shown, why, lines, unknown, refused) = talk(
+            ("list_requests", {"name": "seen"}),
+            ("show_request", {"request": "seen"}),
+            ("why", {"request": "seen"}),
+            ("read_logs", {"request": "seen", "grep": "second"}),
+            ("show_request", {"request": "nothing-like-it"}),
+            ("cancel", {"request": "seen"}),
+        )
+        assert listed == LOOKING
+        assert made["id"] in _told(found)
+        assert json.loads(_told(shown))["tasks"][0]["name"] == "train"
+        assert '"reasons"' in _told(why)
+        assert "train: second line" in _told(lines)
+        assert "first line" not in _told(lines)
+        assert unknown.is_error
+        assert "no request has the name 'nothing-like-it'" in _told(unknown)
+        assert refused.is_error
+        assert service.sql("select state from requests where id = %s", made["id"]) == [("queued",)]
+
+    def test_a_model_that_may_write_submits_again_and_cancels(self, talk, run, code, service):
+        (code / "train.py").write_text(JOB)
+        words = ("submit", "--job", "train:Train", "--bundle", code, "--name", "one", "-o", "json")
+        assert run(*words).exit_code == 0
+        listed, (descriptor,) = talk(("show_descriptor", {"request": "one"}), write=True)
+        assert listed == LOOKING | ACTING
+        again = {**json.loads(_told(descriptor)), "name": "two"}
+        wrong = {**again, "nam": "x"}
+        _, (bad, made, paused, gone) = talk(
+            ("submit", {"descriptor": wrong}),
+            ("submit", {"descriptor": again}),
+            ("pause", {"request": "two"}),
+            ("cancel", {"request": "two"}),
+            write=True,
+        )
+        assert bad.is_error
+        assert "/nam" in _told(bad)
+        assert json.loads(_told(made))["name"] == "two"
+        assert json.loads(_told(paused))["tasks"][0]["hold"] == "user"
+        assert json.loads(_told(gone))["tasks"][0]["cancel_asked"]
+
+
+def _told(answer: Any) -> str:
+    return "\n".join(each.text for each in answer.content)
