@@ -30,6 +30,7 @@ from app.api.schemas.people import KeyOut, TenantOut, UserOut
 from app.api.schemas.requests import RequestOut
 from app.api.schemas.reservations import ReservationOut
 from app.api.schemas.tasks import CheckpointOut, MigrateIn
+from app.core.fairness.budget import HOUR_US, Budget
 from app.core.model import descriptor as descriptors
 from app.db.models import (
     ApiKey,
@@ -119,7 +120,8 @@ def _keys(session: Session) -> Keys:
 
 
 def _rows(root: str) -> Iterator[Any]:
-    yield Tenant(id=TENANT["id"], name=TENANT["name"], parent_id=root)
+    budget = Budget(grants_us={"cuda": 1000 * HOUR_US}, at={100: "notify"}).as_json()
+    yield Tenant(id=TENANT["id"], name=TENANT["name"], parent_id=root, budget=budget)
     yield Tenant(id=CHILD, name="secret of vision", parent_id=TENANT["id"])
     yield User(id=USER["id"], tenant_id=TENANT["id"], name=USER["name"])
     secret = {"secret_sha256": "0" * 64, "role": KEY["role"], "name": KEY["name"]}
