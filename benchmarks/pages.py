@@ -26,6 +26,7 @@ from app import pages
 from app.api.access import auth
 from app.db import transactions
 from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
+from app.settings import settings
 from benchmarks import Target, quick, report
 from benchmarks.api_load import Service, fill, serving
 
@@ -41,17 +42,29 @@ NOT_PAGES = {
     "/ui/{rest:path}",  # addresses that do not exist
 }
 REQUEST, MEMBER, WEBHOOK = f"req_{1:032x}", "usr_of_alpha", "whk_of_alpha"
+TENANT = "ten_below_alpha"
 
 #: Ids and filters with which pages are requested; a page without an entry by its address alone.
 ASKED = {
-    "/ui/requests": ["/ui/requests", "/ui/requests?state=queued"],
+    "/ui/requests": [
+        "/ui/requests",
+        "/ui/requests?state=queued",
+        "/ui/requests?q=nothing+of+this+name",
+        "/ui/requests?q=exp:a7&show=label.exp",
+        "/ui/requests?show=label.exp&sort=-label.exp",
+    ],
     "/ui/requests/{id}": [f"/ui/requests/{REQUEST}"],
+    "/ui/requests/{id}/again": [f"/ui/requests/{REQUEST}/again"],
+    "/ui/compare": [f"/ui/compare?run={REQUEST}&run=req_{2:032x}"],
+    "/ui/tenants/{id}": [f"/ui/tenants/{TENANT}"],
     "/ui/members/{id}": [f"/ui/members/{MEMBER}"],
     "/ui/webhooks/{id}": [f"/ui/webhooks/{WEBHOOK}"],
 }
 
 PEOPLE = f"""
 insert into users (id, tenant_id, name) select '{MEMBER}', id, 'shown' from tenants
+  where name = 'alpha';
+insert into tenants (id, name, parent_id) select '{TENANT}', 'below', id from tenants
   where name = 'alpha';
 insert into webhooks (id, tenant_id, url, events, secret)
   select '{WEBHOOK}', id, 'https://example.org/', '["request.done"]', 's' from tenants
@@ -100,6 +113,7 @@ def main() -> int:
     took: dict[str, dict[str, list[float]]] = {}
     with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
+        settings.cache_clear()  # modules of the pages have read others
         with serving() as service:
             fill(PEOPLE)
             readers = [signed_in(service, *who) for who in READERS]
