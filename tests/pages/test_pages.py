@@ -227,6 +227,43 @@ class TestTheApisPage:
         expect(answered).to_contain_text("200")
 
 
+class TestKeys:
+    def test_rows_are_reached_chosen_and_opened_by_keys(self, visit, service):
+        visit.sign_in("a")
+        visit.go("/ui/requests")
+        page = visit.page
+        names = page.locator("#requests tbody a").all_inner_texts()
+        for key, row in (("j", 0), ("j", 1), ("k", 0), ("k", 0)):
+            page.keyboard.press(key)
+            assert page.evaluate("document.activeElement.textContent") == names[row]
+        page.keyboard.press("x")
+        expect(page.locator("#requests tbody input").first).to_be_checked()
+        page.keyboard.press("/")
+        page.keyboard.type("jk/")
+        expect(page.locator("#q")).to_have_value("jk/")
+        page.locator("#q").fill("")
+        page.locator("#q").blur()
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        expect(page.locator("h1")).to_contain_text(names[0])
+
+    def test_keys_are_listed_and_can_be_switched_off(self, visit, service):
+        visit.sign_in("a")
+        visit.go("/ui/requests")
+        page = visit.page
+        page.keyboard.press("?")
+        dialog = page.get_by_role("dialog", name="Keys")
+        expect(dialog).to_be_visible()
+        dialog.get_by_label("Use these keys").uncheck()
+        page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
+        page.reload()
+        page.keyboard.press("j")
+        assert page.evaluate("document.activeElement.closest('tbody')") is None
+        page.keyboard.press("?")
+        expect(dialog).to_be_visible()
+
+
 class TestRequestPage:
     def test_request_page_shows_task_metrics_devices_log_and_events(self, visit, service):
         visit.sign_in("a")

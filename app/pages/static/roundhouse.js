@@ -268,11 +268,33 @@ if (here) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.o
 
 // --- keys ---------------------------------------------------------------------------------------
 
+const shortcuts = document.getElementById("shortcuts"), useKeys = document.getElementById("use-keys");
+try { useKeys.checked = localStorage.getItem("keys") !== "off"; } catch { /* storage is switched off */ }
+useKeys.addEventListener("change", () => {
+  try { localStorage.setItem("keys", useKeys.checked ? "on" : "off"); } catch { /* storage is switched off */ }
+});
+
+// Moves the focus to the link of the next row that has one, so that Enter opens it.
+function step(by) {
+  const links = [...document.querySelectorAll("#live tbody tr")].map(row => row.querySelector("a[href]")).filter(Boolean);
+  const row = document.activeElement.closest("#live tbody tr");
+  const at = links.findIndex(link => link.closest("tr") === row);
+  const next = links[at < 0 ? (by > 0 ? 0 : links.length - 1) : Math.min(Math.max(at + by, 0), links.length - 1)];
+  next?.focus();
+  return Boolean(next);
+}
+
+const PRESSED = {
+  "/": () => { const search = document.querySelector('#live input[type="search"]'); search?.focus(); return Boolean(search); },
+  "j": () => step(1),
+  "k": () => step(-1),
+  "x": () => { const box = document.activeElement.closest("#live tbody tr")?.querySelector('input[type="checkbox"]'); box?.click(); return Boolean(box); },
+  "?": () => { shortcuts.showModal(); return true; },
+};
+
 document.addEventListener("keydown", event => {
-  const types = event.target.closest("input, textarea, select, [contenteditable]");
-  if (event.key !== "/" || types || event.ctrlKey || event.metaKey || event.altKey) return;
-  const search = document.querySelector('#live input[type="search"]');
-  if (!search) return;
-  event.preventDefault();
-  search.focus();
+  const types = event.target.closest("input:not([type=checkbox]), textarea, select, [contenteditable], dialog");
+  if (types || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key !== "?" && !useKeys.checked) return;
+  if (PRESSED[event.key]?.()) event.preventDefault();
 });
