@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 from app.api.access.gate import GatedRoute
 from app.core.model.phase import Phase
 from app.db.transactions import Db
+from app.errors import BadInput
 from app.insight import reports
 from app.pages import views
 from app.pages.views import Visitor
@@ -21,6 +22,7 @@ from app.pages.views import Visitor
 ON_A_PAGE = 50
 SORTED_MOST = 500  # the newest requests that match are sorted, up to so many
 COLUMNS_MOST = 12
+OFFERED_MOST = 200
 DEVICE_TIME = "device time"
 _ORDER = ("label", "params", "metrics")  # of the columns; then those without a dot
 
@@ -36,11 +38,15 @@ def list_requests(
     caller: Visitor,
     state: Word = "",
     q: Word = "",
-    show: Annotated[list[Word] | None, Query(max_length=COLUMNS_MOST)] = None,
+    show: Annotated[list[Word] | None, Query(max_length=OFFERED_MOST + COLUMNS_MOST)] = None,
     sort: Word = "",
     before: Word = "",
 ) -> Response:
     state = state if state in list(Phase) else ""
+    columns = [each for each in dict.fromkeys(show or ()) if each]
+    if len(columns) > COLUMNS_MOST:
+        told = f"choose {COLUMNS_MOST} columns at most; {len(columns)} are chosen"
+        raise BadInput.at("?show", told, "length")
     found = reports.requests(
         session,
         None if caller.sees_all else caller.tenant_id,
@@ -55,7 +61,7 @@ def list_requests(
     if sort:
         timed = {id: {**values[id], DEVICE_TIME: lines[id].total_held_us} for id in lines}
         lines = {id: lines[id] for id in reports.in_order(list(lines), timed, sort)}
-    asked = {"state": state, "q": q, "show": show or [], "sort": sort}
+    asked = {"state": state, "q": q, "show": columns, "sort": sort}
     return views.page(
         request,
         "requests.html",
@@ -69,8 +75,9 @@ def list_requests(
         states=list(Phase),
         q=q,
         values=values,
-        columns=[each for each in dict.fromkeys(show or ()) if each],
-        offered=[*dict.fromkeys([*(show or ()), *offered])],
+        columns=columns,
+        offered=[*dict.fromkeys([*columns, *offered[:OFFERED_MOST]])],
+        not_offered=len({*offered[OFFERED_MOST:]} - {*columns}),
         sort=sort,
         device_time=DEVICE_TIME,
         heading=heading,

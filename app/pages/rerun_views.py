@@ -70,7 +70,8 @@ def _read(text: str) -> dict[str, Any]:
     try:
         body = strict_json(text.encode())
     except json.JSONDecodeError as error:
-        raise BadInput.at("/descriptor", f"the descriptor is not JSON: {error}", "json") from error
+        told = error if error.doc else error.msg  # a fault of what was read has no place in it
+        raise BadInput.at("/descriptor", f"the descriptor is not JSON: {told}", "json") from error
     if not isinstance(body, dict):
         raise BadInput.at("/descriptor", "the descriptor must be an object in braces", "type")
     return body

@@ -32,7 +32,7 @@ from app.core.units import counted
 from app.db import transactions
 from app.db.models import Tenant
 from app.db.transactions import Db
-from app.errors import BadInput
+from app.errors import BadInput, StaleVersion
 from app.insight import reports
 from app.insight.reports import TenantShare
 from app.pages import charts, forms, views
@@ -164,7 +164,7 @@ def _shown(
         may_change=caller.sees_all or id != caller.tenant_id,
         tiers=TIERS,
         bounds=BOUNDS,
-        given={**_as_typed(tenant), **typed},
+        given={**_as_typed(tenant), "past": "", **typed},
         effect=effect,
     )
 
@@ -244,11 +244,14 @@ def change_tenant(
         of_tenants.delete_tenant(id, caller, session)
         deleted = forms.Told(words=f"{tenant['name']} is deleted.")
         return views.answered(request, deleted, at="/ui/tenants")
+    if version != str(tenant["version"]):
+        told = f"somebody has changed {tenant['name']} meanwhile; load its page again"
+        raise StaleVersion(f"{told}, and change it then")
     body = _patch(tenant, typed, past=bool(past))
-    tag = etag(int(version) if version.isdecimal() else 0)
+    tag = etag(tenant["version"])
     if do == "preview":
         effect = _effect(caller, id, body, tag)
-        return _shown(request, session, caller, id, typed, effect)
+        return _shown(request, session, caller, id, {**typed, "past": past}, effect)
     views.acts_as(request, session, caller, of_tenants.change_tenant)
     changed = of_tenants.change_tenant(id, body, Response(), caller, session, tag)
     return _answered(request, session, caller, id, f"{changed['name']} is changed.")
@@ -293,7 +296,9 @@ def _numbers_by_kind(name: str, text: str) -> Iterator[tuple[str, Any]]:
     for each in re.split(r"[\s,]+", text):
         kind, equals, number = each.partition("=")
         if each and not (equals and kind and number.isdecimal()):
-            raise BadInput.at(f"/{name}", f"must be like cuda=4, cpu=2; got {each!r:.60}", "form")
+            raise BadInput.at(
+                f"/{name}", f"a {name} must be like cuda=4, cpu=2; got {each!r:.60}", "form"
+            )
         if each:
             yield kind, _number(number)
 

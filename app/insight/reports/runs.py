@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, Text, case, cast, func, select
 from sqlalchemy.orm import Session
 
 from app.db.models import Request, Task, User
@@ -16,6 +16,7 @@ from app.scheduling.journal.lots import IS_NO_MEMBER
 
 USER = "user"  # the name in `user:ada`; all other names are those of labels
 STEP, COMMAND = "step", "command"
+READ_MOST = 8192  # characters of a task's parameters, and of its command; longer ones are not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,14 @@ def run_values(session: Session, ids: Sequence[str]) -> dict[str, dict[str, Any]
         select(Request.id, Request.labels).where(Request.id.in_(ids))
     ):
         found[id] = {f"label.{name}": value for name, value in sorted(labels.items())}
-    columns = (Task.request_id, Task.lot_id, Task.descriptor, Task.metrics, Task.step)
+    columns = (
+        Task.request_id,
+        Task.lot_id,
+        Task.metrics,
+        Task.step,
+        _if_short(Task.descriptor["params"]).label("params"),
+        _if_short(Task.descriptor["run"]["command"]).label("command"),
+    )
     tasks = defaultdict(list)
     for row in session.execute(select(*columns).where(Task.request_id.in_(ids), IS_NO_MEMBER)):
         tasks[row.request_id].append(row)
@@ -66,14 +74,17 @@ def run_values(session: Session, ids: Sequence[str]) -> dict[str, dict[str, Any]
     return found
 
 
+def _if_short(value: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Return the JSON value, or null for a long one: 500 requests may have 128 MB of parameters."""
+    return case((func.length(cast(value, Text)) <= READ_MOST, value))
+
+
 def _values(task: Any) -> dict[str, Any]:
-    params = task.descriptor.get("params") or {}
-    command = (task.descriptor.get("run") or {}).get("command")
     return {
-        **{f"params.{name}": value for name, value in sorted(params.items())},
+        **{f"params.{name}": value for name, value in sorted((task.params or {}).items())},
         **{f"metrics.{name}": value for name, value in sorted(task.metrics.items())},
         **({STEP: task.step} if task.step else {}),
-        **({COMMAND: shlex.join(command)} if command else {}),
+        **({COMMAND: shlex.join(task.command)} if task.command else {}),
     }
 
 

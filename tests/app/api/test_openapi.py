@@ -90,6 +90,22 @@ class TestOperations:
         given = {name.partition(".")[2] for name in properties}
         assert {*property_words.WORDS} <= given
 
+    def test_a_description_suits_the_type_of_its_property(self, document):
+        for schema, it in document["components"]["schemas"].items():
+            for name, value in it.get("properties", {}).items():
+                kind, told = value.get("type"), value.get("description", "")
+                if told.startswith("True if"):
+                    assert kind in ("boolean", None), f"{schema}.{name}"
+                if kind == "boolean":
+                    assert not told.startswith(("How ", "The number")), f"{schema}.{name}"
+
+    def test_a_change_without_a_value_leaves_things_as_they_are(self, document):
+        schemas = document["components"]["schemas"]
+        for name in ("RotateKeyIn.expires_at", "TenantPatch.parent_id"):
+            schema, _, field = name.partition(".")
+            told = schemas[schema]["properties"][field]["description"]
+            assert not told.endswith(("null: never.", "null: it is the root.")), name
+
     def test_each_success_is_described_in_words(self, operations):
         for name, operation in operations.items():
             told = {answer["description"] for answer in operation["responses"].values()}

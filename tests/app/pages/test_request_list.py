@@ -10,9 +10,11 @@ from sqlalchemy import update
 
 from app.db.models import Task
 from app.insight import reports
+from app.pages import request_list
 from tests.app.conftest import descriptor
 
 JOB = {"run": {"job": "train:Train"}}
+PROGRAM = {"run": {"command": ["true"]}}  # it may have any parameters
 MADE = (
     ("digits-a", "vision", 10, 0.5),
     ("digits-b", "vision", 9, None),
@@ -102,7 +104,34 @@ def test_words_of_others_find_nothing_of_theirs(made, names):
 def test_too_many_columns_and_too_long_words_are_refused(browse, made):
     client = browse("red.member").client
     for wrong in ({"show": [f"params.{n}" for n in range(13)]}, {"q": "x" * 301}):
-        assert client.get("/ui/requests", params=wrong).status_code == 422
+        answer = client.get("/ui/requests", params=wrong)
+        assert answer.status_code == 422
+        if "show" in wrong:
+            assert "Choose 12 columns at most; 13 are chosen" in answer.text
+
+
+def submit(client, **params):
+    body = descriptor(name="wide", tasks=[{"name": "train", "params": params, **PROGRAM}])
+    answer = client.post("/v1/requests", json=body)
+    assert answer.status_code == 202, answer.text
+    return answer.json()["id"]
+
+
+def test_long_parameters_are_not_read_and_a_long_value_is_cut(browse, red, session):
+    long, wide = submit(red, text="x" * 9000, steps=1), submit(red, text="y" * 1000, steps=2)
+    values = reports.run_values(session, [long, wide])
+    assert values[long] == {"command": "true"}
+    assert values[wide] == {"params.text": "y" * 1000, "params.steps": 2, "command": "true"}
+    page = browse("red.member").client.get("/ui/requests", params={"show": "params.text"}).text
+    assert f"<div>{'y' * 199}…</div>" in page
+
+
+def test_a_bounded_number_of_columns_is_offered(browse, red):
+    submit(red, **{f"p{n}": n for n in range(request_list.OFFERED_MOST + 5)})
+    shown = {"show": ["params.p99", "params.zz"]}  # the last one by name, and one of no request
+    page = browse("red.member").client.get("/ui/requests", params=shown).text
+    assert page.count('name="show"') == request_list.OFFERED_MOST + 2
+    assert "5 more are not offered" in page
 
 
 def test_numbers_come_before_texts_and_truth_is_a_text():

@@ -64,6 +64,20 @@ def test_a_wrong_descriptor_is_refused_with_its_fault(browse, made, text, told):
     assert told in page, page[page.index("<main") :][:2000]
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("{", True), ('{"name": "x", "name": "y"}', False), ('{"name": NaN}', False)],
+)
+def test_a_place_is_told_only_where_it_is_known(browse, made, text, place):
+    answer = browse("red.member").send(f"/ui/requests/{made[0]}/again", descriptor=text)
+    assert ("line 1 column" in answer.text) == place
+
+
+def test_an_emptied_descriptor_is_not_sent(browse, made):
+    page = browse("red.member").look(f"/ui/requests/{made[0]}/again").text
+    assert re.search(r'<textarea name="descriptor"[^>]* required>', page)
+
+
 def test_only_those_who_may_submit_can_run_a_request_again(browse, made):
     viewer, page = browse("red.viewer"), f"/ui/requests/{made[0]}/again"
     assert "Run again" not in viewer.look(f"/ui/requests/{made[0]}").text

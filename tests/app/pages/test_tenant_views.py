@@ -139,6 +139,31 @@ def test_a_tenant_is_added_and_deleted(browse, as_):
     assert root.send(PAGE, do="delete").status_code == 409, "it has users"
 
 
+@pytest.mark.parametrize("version", ["", "0", "x", "9" * 5000])
+def test_a_form_of_another_version_is_told_to_be_loaded_again(browse, version):
+    root = browse("root")
+    given = {**form_of(root.look(PAGE).text), "version": version}
+    for do in ("preview", "save"):
+        answer = root.send(PAGE, do=do, **given)
+        assert answer.status_code == 412
+        assert "Somebody has changed red meanwhile; load its page again" in answer.text
+
+
+def test_a_preview_keeps_whether_the_weight_counts_for_the_past(browse):
+    root = browse("root")
+    given = {**form_of(root.look(PAGE).text), "weight": "3"}
+    box = r'name="past" value="yes" (checked)?>'
+    assert re.search(box, root.send(PAGE, do="preview", **given, past="yes").text)[1]
+    assert not re.search(box, root.send(PAGE, do="preview", **given).text)[1]
+
+
+def test_a_wrong_number_by_kind_names_its_field(browse):
+    root = browse("root")
+    for field in ("guarantee", "limit"):
+        given = {**form_of(root.look(PAGE).text), field: "cpu"}
+        assert f"A {field} must be like" in root.send(PAGE, do="preview", **given).text
+
+
 def test_all_work_of_a_tenant_is_paused_and_cancelled(browse, submitted, red):
     lead = browse("red.tenant_admin")
     told = {"hold": "1 request paused", "release": "1 request resumed", "cancel": "cancelled"}
