@@ -55,6 +55,7 @@ ASKED = {
     ],
     "/ui/requests/{id}": [f"/ui/requests/{REQUEST}"],
     "/ui/requests/{id}/again": [f"/ui/requests/{REQUEST}/again"],
+    "/ui/requests/{id}/log": [f"/ui/requests/{REQUEST}/log"],
     "/ui/compare": [f"/ui/compare?run={REQUEST}&run=req_{2:032x}"],
     "/ui/tenants/{id}": [f"/ui/tenants/{TENANT}"],
     "/ui/members/{id}": [f"/ui/members/{MEMBER}"],

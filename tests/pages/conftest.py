@@ -93,8 +93,8 @@ class Service:
         request = f"/ui/requests/{self.tracked.request_id}"
         lists = ("/ui/requests", "/ui/queue", "/ui/datablocks", "/ui/environments", "/ui/secrets")
         runs = f"/ui/compare?run={self.tracked.id}&run={self.waiting[0].id}"
-        again = f"{request}/again"
-        more = ("/ui/reservations", runs, again, "/ui/requests/none", "/docs")
+        again, log = f"{request}/again", f"{request}/log?times=yes"
+        more = ("/ui/reservations", runs, again, log, "/ui/requests/none", "/docs")
         return ("/ui/", "/ui/?window=1h", *lists, request, *more)
 
     @property

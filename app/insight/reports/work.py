@@ -10,7 +10,7 @@ from datetime import datetime
 from math import isfinite
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, text, true
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, text, true
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.descriptor import RUNS
@@ -475,28 +475,52 @@ def log_tail(
     request: str,
     *,
     members: Sequence[str] = (),
+    task: str = "",
     grep: str = "",
+    before: int | None = None,
     limit: int = 200,
 ) -> list[Said]:
     """Return the last lines of all tasks of a request that contain `grep`, oldest first; of the
-    members of its lots only those of these.
+    members of its lots only those of these.  With `before`, the last ones before that line.  With
+    `task`, only the lines of the task, or member, of this name.
     """
-    # Without a limit for each task, Postgres may read the lines of all tasks, beginning with the
-    # newest.
-    of_task = select(LogLine).where(LogLine.task_id == Task.id)
+    lines = select(LogLine).order_by(LogLine.id.desc()).limit(limit)
+    if before is not None:
+        lines = lines.where(LogLine.id < before)
+    found = _lines(session, lines, _which(request, members, task), grep)
+    return sorted(found, key=lambda line: line.id)[-limit:]
+
+
+def log_head(
+    session: Session, request: str, *, task: str = "", grep: str = "", after: int, limit: int = 200
+) -> list[Said]:
+    """Return the first lines after that line, as `log_tail` does."""
+    lines = select(LogLine).where(LogLine.id > after).order_by(LogLine.id).limit(limit)
+    found = _lines(session, lines, _which(request, (), task), grep)
+    return sorted(found, key=lambda line: line.id)[:limit]
+
+
+def _which(request: str, members: Sequence[str], task: str) -> ColumnElement[bool]:
+    if task:
+        return and_(Task.request_id == request, Task.name == task)
+    return _shown(request, members)
+
+
+def _lines(
+    session: Session, lines: Select[LogLine], which: ColumnElement[bool], grep: str
+) -> list[Said]:
+    """Return lines of each of these tasks.
+
+    Without a limit for each task, Postgres may read the lines of all tasks of the service.
+    """
+    of_task = lines.where(LogLine.task_id == Task.id)
     if grep:
         of_task = of_task.where(func.strpos(LogLine.text, grep) > 0)
-    line = aliased(LogLine, of_task.order_by(LogLine.id.desc()).limit(limit).lateral())
-    query = (
-        select(line, Task.name)
-        .join_from(Task, line, true())
-        .where(_shown(request, members))
-        .order_by(line.id.desc())
-        .limit(limit)
-    )
+    line = aliased(LogLine, of_task.lateral())
+    query = select(line, Task.name).join_from(Task, line, true()).where(which)
     return [
         Said(id=row.id, task=name, epoch=row.epoch, at=row.at, stream=row.stream, text=row.text)
-        for row, name in reversed(session.execute(query).all())
+        for row, name in session.execute(query)
     ]
 
 

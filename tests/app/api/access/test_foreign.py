@@ -386,6 +386,7 @@ ADDRESSES = {
     ],
     "/ui/requests/{id}": ["/ui/requests/{}"],
     "/ui/requests/{id}/again": ["/ui/requests/{}/again"],
+    "/ui/requests/{id}/log": ["/ui/requests/{}/log", "/ui/requests/{}/log?grep=a&after=1"],
     "/ui/compare": ["/ui/compare?run={}"],
     "/ui/tenants": ["/ui/tenants"],
     "/ui/tenants/{id}": ["/ui/tenants/{}"],
