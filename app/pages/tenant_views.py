@@ -116,8 +116,9 @@ def add_tenant(
 
 
 class KindEffect(NamedTuple):
-    """What a change does to a tenant's devices of one kind: its part by weight, and its entitlement
-    now, before and after.
+    """Tells what a change does to a tenant's devices of one kind.
+
+    `by_weight` is its part by weight, `fair` its entitlement now; both before and after.
     """
 
     tenant: str
@@ -263,7 +264,7 @@ def _answered(request: Request, session: Session, caller: Caller, id: str, told:
 
 
 class _OnAllWork(NamedTuple):
-    """An operation on all work of a tenant, and what is told of the requests that it took."""
+    """Names an operation on all work of a tenant, and what is told of the requests it took."""
 
     operation: Callable[..., dict[str, Any]]
     told: str
@@ -311,9 +312,9 @@ def _number(text: str) -> float | int | str:
 
 
 def _effect(caller: Caller, id: str, body: TenantPatch, tag: str) -> list[KindEffect]:
-    """Return what a change would do to the tenants that the caller sees, and make it undone.
+    """Return what a change would do to the tenants that the caller sees; nothing is saved.
 
-    It is the very operation that saves, in a transaction that is not committed.
+    The very operation that saves is called, in a transaction that is not committed.
     """
     with transactions.trial() as its:
         now = reports.clock(its)
