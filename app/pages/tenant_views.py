@@ -15,13 +15,12 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Depends, Request, Response
-from sqlalchemy import select
+from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Caller
 from app.api.access.gate import GatedRoute
 from app.api.access.visibility import of_caller
-from app.api.cursors import Paging
 from app.api.routes import reservations as of_reservations
 from app.api.routes import tenant_work as of_work
 from app.api.routes import tenants as of_tenants
@@ -30,7 +29,7 @@ from app.api.versions import etag
 from app.core.model.descriptor import TIERS
 from app.core.units import counted
 from app.db import transactions
-from app.db.models import Tenant
+from app.db.models import Reservation, ReservationWindow, Tenant
 from app.db.transactions import Db
 from app.errors import BadInput, StaleVersion
 from app.insight import reports
@@ -42,7 +41,6 @@ from app.pages.forms import Field
 USE_SHOWN_DAYS = 30
 USE_SHOWN = 50
 DAY_S = 86_400
-RESERVATIONS_READ = 200
 BY_KIND = ("guarantee", "limit")
 #: The bounds of a tenant that may be none, in words.
 BOUNDS = {
@@ -161,7 +159,7 @@ def _shown(
         chart=_use_by_day(session, id, now),
         days=USE_SHOWN_DAYS,
         budgets=reports.burn_downs(session, id),
-        reservations=_reservations(request, session, caller, id),
+        reservations=_reservations(session, id, now),
         may_change=caller.sees_all or id != caller.tenant_id,
         tiers=TIERS,
         bounds=BOUNDS,
@@ -184,10 +182,13 @@ def _use_by_day(session: Session, id: str, now: datetime) -> charts.UsageChart:
     )
 
 
-def _reservations(request: Request, session: Session, caller: Caller, id: str) -> list[Any]:
-    paging = Paging(http=request, response=Response(), limit=RESERVATIONS_READ, given=None)
-    found = of_reservations.list_reservations(paging, caller, session)["items"]
-    return [it for it in found if it["tenant_id"] == id and it["windows"]]
+def _reservations(session: Session, id: str, now: datetime) -> list[dict[str, Any]]:
+    """Return the reservations of a tenant that have not ended, the next first."""
+    mine, ahead = Reservation.tenant_id == id, ReservationWindow.ends_at > now
+    is_ahead = exists().where(ReservationWindow.reservation_id == Reservation.id, ahead)
+    rows = session.scalars(select(Reservation).where(mine, is_ahead)).all()
+    found = of_reservations.shown(session, rows)
+    return sorted(found, key=lambda it: (it["windows"][0]["begins_at"], it["name"]))
 
 
 # --- change it ----------------------------------------------------------------------------------

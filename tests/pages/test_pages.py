@@ -749,6 +749,8 @@ class TestEverywhere:
         page.goto(service.url + "/ui/")
         expect(page.locator("#verdict")).to_contain_text("1 of 2 devices in use by you")
         expect(page.locator("#usage-totals")).to_be_visible()
+        page.goto(f"{service.url}/ui/requests/{service.tracked.request_id}")
+        expect(page.locator("#curve-tools")).to_be_hidden()
         context.close()
 
 

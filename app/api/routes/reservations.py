@@ -82,7 +82,7 @@ def create_reservation(
     if reservations.put_in_force(session):
         after_commit(session, partial(outbox.nudge_island, it.island))
     response.headers["Location"] = f"/v1/reservations/{it.id}"
-    return _shown(session, [it])[0]
+    return shown(session, [it])[0]
 
 
 @router.get(
@@ -95,7 +95,7 @@ def list_reservations(paging: Paged, caller: Authed, session: Db) -> dict[str, A
     days after its last window.
     """
     found = paging.read(session, _seen(caller), by=Reservation.id)
-    return found.page(_shown(session, found.rows))
+    return found.page(shown(session, found.rows))
 
 
 @router.get(
@@ -140,7 +140,7 @@ def list_free_times(
 )
 def get_reservation(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows the windows that have not ended, and how many devices serve now."""
-    return _shown(session, [_visible(session, caller, id)])[0]
+    return shown(session, [_visible(session, caller, id)])[0]
 
 
 @router.patch(
@@ -168,7 +168,7 @@ def change_reservation(
         _change(session, it, given, devices)
         after_commit(session, partial(outbox.nudge_island, it.island))
     session.flush()
-    return _shown(session, [it])[0]
+    return shown(session, [it])[0]
 
 
 @router.delete(
@@ -388,7 +388,8 @@ def _visible(session: Session, caller: Caller, id: str) -> Reservation:
     return found
 
 
-def _shown(session: Session, rows: Sequence[Reservation]) -> list[dict[str, Any]]:
+def shown(session: Session, rows: Sequence[Reservation]) -> list[dict[str, Any]]:
+    """Return the reservations with their windows that have not ended, as answers show them."""
     now = transactions.now(session)
     ahead = ReservationWindow.ends_at > now
     mine = ReservationWindow.reservation_id.in_([it.id for it in rows])

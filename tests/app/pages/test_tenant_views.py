@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import re
+from datetime import timedelta
 
 import pytest
 
-from app.db.models import Tenant
+from app.db import transactions
+from app.db.models import Reservation, ReservationWindow, Tenant
 
 PAGE = "/ui/tenants/ten_red"
 
@@ -162,6 +164,23 @@ def test_a_wrong_number_by_kind_names_its_field(browse):
     for field in ("guarantee", "limit"):
         given = {**form_of(root.look(PAGE).text), field: "cpu"}
         assert f"A {field} must be like" in root.send(PAGE, do="preview", **given).text
+
+
+def test_reservations_are_shown_however_many_others_have(browse, session):
+    now = transactions.now(session)
+    day, windows = timedelta(days=1), []
+    for n in range(203):
+        begins_at = now + (5 - n % 5) * day
+        times = {"begins_at": begins_at, "ends_at": begins_at + day}
+        owner = "ten_blue" if n < 200 else "ten_red"
+        named = {"id": f"rsv_{n:03}", "name": f"window-{n}", "tenant_id": owner}
+        session.add(Reservation(**named, island="isle", devices={"cpu": 1}, **times))
+        windows.append(ReservationWindow(reservation_id=named["id"], **times))
+    session.flush()
+    session.add_all(windows)
+    session.flush()
+    shown = browse("root").look(PAGE).text
+    assert re.findall(r"window-\d+", shown) == ["window-202", "window-201", "window-200"]
 
 
 def test_all_work_of_a_tenant_is_paused_and_cancelled(browse, submitted, red):
