@@ -289,28 +289,40 @@ def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
 
 # --- placements ---------------------------------------------------------------------------------
 
+LANE_HEIGHT = 18
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartBar:
-    """Describes a stay on a device as a bar: `x` and `width` in percent of the line."""
+    """Describes a stay on a device as a bar: `x` and `width` in percent of the line, `y` and
+    `height` in pixels of its `LANE_HEIGHT`.
+    """
 
     x: float
     width: float
     colour: int
     words: str
+    y: float = 2
+    height: float = LANE_HEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartLane:
-    task: str
+    """Holds the bars of a line that begins at `begins` percent."""
+
+    name: str
     parts: tuple[ChartBar, ...]
+    note: str = ""
+    begins: float = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLine:
+    """Holds lanes of bars; `key` are the names of their colours."""
+
     since: datetime
     until: datetime
-    devices: tuple[str, ...]
+    key: tuple[str, ...]
     lanes: tuple[ChartLane, ...]
 
 
@@ -328,23 +340,29 @@ def time_line(stays: Sequence[ReportedStay], *, since: datetime, until: datetime
     return TimeLine(
         since=since,
         until=until,
-        devices=devices,
-        lanes=tuple(ChartLane(task=task, parts=tuple(parts)) for task, parts in lanes.items()),
+        key=devices,
+        lanes=tuple(ChartLane(name=task, parts=tuple(parts)) for task, parts in lanes.items()),
     )
 
 
 def _part(stay: ReportedStay, since: datetime, until: datetime, devices: Sequence[str]) -> ChartBar:
-    whole_s = max((until - since).total_seconds(), 1e-3)
     begun, ended = stay.started_at or stay.launched_at, stay.ended_at or until
-    x = 100 * (begun - since).total_seconds() / whole_s
-    width = 100 * (ended - begun).total_seconds() / whole_s
+    x, width = extent((begun, ended), (since, until))
     return ChartBar(
-        x=round(x, 3),
-        width=round(max(width, 0.2), 3),
+        x=x,
+        width=width,
         colour=devices.index(stay.device) % COLOURS,
         words=f"{stay.device}, start {stay.epoch}, {duration(ended - begun)}, "
         f"{stay.end or 'still there'}",
     )
+
+
+def extent(bar: tuple[datetime, datetime], line: tuple[datetime, datetime]) -> tuple[float, float]:
+    """Return where a bar begins and how wide it is, in percent of the line."""
+    since, until = line
+    whole_s = max((until - since).total_seconds(), 1e-3)
+    x, end = (100 * (at - since).total_seconds() / whole_s for at in bar)
+    return round(x, 3), round(max(end - x, 0.2), 3)
 
 
 # --- tenants ------------------------------------------------------------------------------------

@@ -572,6 +572,12 @@ class Placement(Base):
             ),
         ),
         Index("ix_placements_open", "device_id", postgresql_where=text("ended_at is null")),
+        Index(
+            "ix_placements_ended",
+            "device_id",
+            "ended_at",
+            postgresql_where=text("ended_at is not null"),
+        ),
         Index("ix_placements_task_id", "task_id"),
         Index("ix_placements_tenant_id_id", "tenant_id", "id"),
     )

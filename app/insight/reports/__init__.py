@@ -17,6 +17,7 @@ from app.insight.reports.budgets import (
     burn_downs,
 )
 from app.insight.reports.data import datablocks
+from app.insight.reports.device_stays import device_histories, task_names
 from app.insight.reports.environments import environments, newest_environments
 from app.insight.reports.fleet import devices, paces, running
 from app.insight.reports.health import device_failure, device_health
@@ -78,6 +79,7 @@ __all__ = [
     "decisions",
     "device_failure",
     "device_health",
+    "device_histories",
     "devices",
     "environments",
     "events",
@@ -101,6 +103,7 @@ __all__ = [
     "run_values",
     "running",
     "stays",
+    "task_names",
     "tasks",
     "to_csv",
     "usage",
