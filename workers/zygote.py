@@ -27,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,7 +66,9 @@ def import_what_jobs_need() -> None:
     """
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
-    import torch._dynamo  # noqa: F401
+
+    with _hidden("tqdm"):  # torch.hub takes it where it is installed
+        import torch._dynamo  # noqa: F401
 
     import workers.commands.runner
     import workers.commands.shells.job_shell
@@ -75,6 +78,19 @@ def import_what_jobs_need() -> None:
     assert workers.commands.runner
     workers.residents.pipeline.prepare()
     workers.residents.entry.put_own_modules_last()
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Let imports not find a package that is no part of the platform.
+
+    A request may bring another version of it, which would have no effect once it is imported.
+    """
+    sys.modules[package] = None  # type: ignore[assignment]  # as Python's documentation says
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def serve(wire: Wire, lock_fd: int) -> NoReturn:

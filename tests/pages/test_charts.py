@@ -124,8 +124,8 @@ def test_stays_are_drawn_as_bars_on_one_line():
     lent = stay("b", "d1", 60, 80, guest=True)
     stays = [stay("a", "d1", 0, 50), stay("b", "d0", 50, None), lent]
     line = time_line(stays, since=NOON, until=until)
-    assert line.devices == ("d0", "d1")
-    drawn = [(lane.task, part) for lane in line.lanes for part in lane.parts]
+    assert line.key == ("d0", "d1")
+    drawn = [(lane.name, part) for lane in line.lanes for part in lane.parts]
     assert [(task, part.x, part.width, part.colour) for task, part in drawn] == [
         ("a", 0, 50, 1),
         ("b", 50, 50, 0),
