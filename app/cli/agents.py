@@ -33,8 +33,9 @@ Connect = Callable[[], Client]
 
 
 class Tools:
-    """The tools that only look; each opens a client of its own, as calls come in several
-    threads.
+    """Holds the tools that only look.
+
+    Each opens a client of its own, as calls come in several threads.
     """
 
     def __init__(self, connect: Connect) -> None:
@@ -101,7 +102,7 @@ class Tools:
 
 
 class Actions:
-    """The tools that change something."""
+    """Holds the tools that change something."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect

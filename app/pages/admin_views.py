@@ -82,10 +82,6 @@ def _given(text: str) -> str | None:
     return text or None
 
 
-def _seconds(text: str) -> int | str:
-    return int(text) if text.isdecimal() and len(text) < 10 else text
-
-
 # --- members ------------------------------------------------------------------------------------
 
 
@@ -184,7 +180,7 @@ def change_keys(
         made = of_tenants.create_key(body, Response(), caller, session)
         told = forms.Told(words=f"The new key {name!r} of {user['name']}:", secret=made["key"])
     elif do == "rotate":
-        width = forms.filled(RotateKeyIn, overlap_s=_seconds(overlap_s))
+        width = forms.filled(RotateKeyIn, overlap_s=forms.whole_number(overlap_s))
         made = of_tenants.rotate_key(key, Response(), caller, session, width)
         told = forms.Told(words=f"The key that takes the place of {key}:", secret=made["key"])
     else:
@@ -196,7 +192,7 @@ def change_keys(
 
 def _ends(days: str) -> str | None:
     """Return when a new key ends; raises BadInput for a choice that the page does not offer."""
-    if _seconds(days) not in LIVES:
+    if forms.whole_number(days) not in LIVES:
         raise BadInput.at("/days", f"{days!r:.20} is not one of the choices", "range")
     return (datetime.now(UTC) + timedelta(days=int(days))).isoformat() if int(days) else None
 
@@ -283,7 +279,7 @@ def change_webhook(
     views.acts_as(request, session, caller, operation)
     show = partial(show_webhook, request, session, caller, id)
     if do == "rotate":
-        body = forms.filled(of_webhooks.RotateSecretIn, overlap_s=_seconds(overlap_s))
+        body = forms.filled(of_webhooks.RotateSecretIn, overlap_s=forms.whole_number(overlap_s))
         made = of_webhooks.rotate_webhook(id, caller, session, body)
         told = forms.Told(words="Its messages are signed with a new secret:", secret=made["secret"])
     elif do == "test":

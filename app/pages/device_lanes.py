@@ -32,7 +32,7 @@ MIXED = COLOURS  # the colour of a bar of several tenants
 
 @dataclass(frozen=True, slots=True)
 class HeldBar:
-    """One stay, or several that are drawn as one bar.
+    """Describes one stay, or several that are drawn as one bar.
 
     `begins` to `ends` is what is drawn, `launched_at` the first launch. `held_s` counts the
     seconds of each tenant. `last_s` is the width of the last stay, `widest_s` of the widest.

@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -79,6 +80,25 @@ def filled(body: type[Body], **values: Any) -> Body:
     except ValidationError as error:
         faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
         raise RequestValidationError(faults) from error
+
+
+def whole_number(text: str) -> int | str:
+    """Return the number that was typed; a text that is none is refused by the operation."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
+
+
+def numbers_by_kind(field: str, text: str) -> dict[str, int]:
+    """Read how many devices of which kinds, such as "cuda=8, cpu=2"; raises BadInput."""
+    found = dict[str, int]()
+    for each in re.split(r"[\s,]+", re.sub(r"\s*=\s*", "=", text.strip())):
+        kind, _, typed = each.partition("=")
+        number = whole_number(typed)
+        if each and not (kind and isinstance(number, int)):
+            told = f"the {field} must be like cuda=4, cpu=2; got {each!r:.60}"
+            raise BadInput.at(f"/{field}", told, "form")
+        if isinstance(number, int):
+            found[kind] = number
+    return found
 
 
 # --- the next page's message --------------------------------------------------------------------

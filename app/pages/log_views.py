@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy import select
@@ -68,12 +67,5 @@ def show_log(
         earlier=has_earlier and bool(shown),
         later=has_later and bool(shown),
         **asked,
-        address_with=lambda **changed: _address(asked, changed),
+        address_with=lambda **changed: views.address_with(asked, changed),
     )
-
-
-def _address(asked: dict[str, Any], changed: dict[str, Any]) -> str:
-    """Return the address of this page with other choices."""
-    chosen = {**asked, **changed}
-    given = {name: value for name, value in chosen.items() if value not in ("", None)}
-    return "?" + urlencode(given)

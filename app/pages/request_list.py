@@ -5,9 +5,7 @@ All that a reader chose is in the address, so a view can be kept as a bookmark a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
-from urllib.parse import urlencode
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -81,7 +79,7 @@ def list_requests(
         sort=sort,
         device_time=DEVICE_TIME,
         heading=heading,
-        address_with=lambda **changed: _address(asked, changed),
+        address_with=lambda **changed: views.address_with(asked, changed),
     )
 
 
@@ -94,9 +92,3 @@ def heading(column: str) -> str:
 def _in_order(columns: set[str]) -> list[str]:
     kinds = {kind: number for number, kind in enumerate(_ORDER)}
     return sorted(columns, key=lambda each: (kinds.get(each.partition(".")[0], len(kinds)), each))
-
-
-def _address(asked: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
-    """Return the address of this page with these choices changed."""
-    chosen: dict[str, str | Sequence[str]] = {**asked, **changed}
-    return "?" + urlencode({name: value for name, value in chosen.items() if value}, doseq=True)

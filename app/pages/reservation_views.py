@@ -147,7 +147,7 @@ def change_reservations(
         told = forms.Told(words="It is removed. Tasks go on, except those that name it.")
     elif do == "change":
         wanted = {
-            "devices": _numbers(devices) if devices.strip() else None,
+            "devices": forms.numbers_by_kind("devices", devices) if devices.strip() else None,
             "device_ids": _names(device_ids) or None,
             "begins_at": _time(begins, timezone, "/begins_at") if begins else None,
             "ends_at": _time(ends, timezone, "/ends_at") if ends else None,
@@ -182,12 +182,6 @@ def change_reservations(
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """Read how many devices of which kinds, such as "cuda=8, cpu=2"."""
-    parts = [part.partition("=") for part in _names(text)]
-    return {kind.strip(): _number(number.strip()) for kind, _, number in parts}
 
 
 def _number(text: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, time, timedelta
 from functools import partial
 from types import MappingProxyType
@@ -31,12 +31,12 @@ from app.core.units import counted
 from app.db import transactions
 from app.db.models import Reservation, ReservationWindow, Tenant
 from app.db.transactions import Db
-from app.errors import BadInput, StaleVersion
+from app.errors import StaleVersion
 from app.insight import reports
 from app.insight.reports import TenantShare
 from app.pages import charts, forms, views
 from app.pages.admin_views import Admin, SendingAdmin, tenant_names
-from app.pages.forms import Field
+from app.pages.forms import Field, whole_number
 
 USE_SHOWN_DAYS = 30
 USE_SHOWN = 50
@@ -288,28 +288,15 @@ def _patch(tenant: Mapping[str, Any], typed: Mapping[str, str], *, past: bool) -
 
 def _value(name: str, text: str) -> Any:
     if name in BY_KIND:
-        return dict(_numbers_by_kind(name, text))
+        return forms.numbers_by_kind(name, text)
     if name in BOUNDS and not text:
         return None
     return _number(text) if name in (*BOUNDS, "weight") else text
 
 
-def _numbers_by_kind(name: str, text: str) -> Iterator[tuple[str, Any]]:
-    for each in re.split(r"[\s,]+", text):
-        kind, equals, number = each.partition("=")
-        if each and not (equals and kind and number.isdecimal()):
-            raise BadInput.at(
-                f"/{name}", f"a {name} must be like cuda=4, cpu=2; got {each!r:.60}", "form"
-            )
-        if each:
-            yield kind, _number(number)
-
-
 def _number(text: str) -> float | int | str:
-    """Return the number that was typed; a text that is none is refused by the operation."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text):
-        return text
-    return float(text) if "." in text else int(text)
+    """Return the number that was typed, which may have a fraction; else the text."""
+    return float(text) if re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,6}", text) else whole_number(text)
 
 
 def _effect(caller: Caller, id: str, body: TenantPatch, tag: str) -> list[KindEffect]:

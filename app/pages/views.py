@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Cookie, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -359,6 +360,13 @@ def list_environments(request: Request, session: Db, caller: Visitor, before: st
         environments=found[:ENVIRONMENTS_SHOWN],
         more=len(found) > ENVIRONMENTS_SHOWN,
     )
+
+
+def address_with(asked: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
+    """Return the query of a page's address with other choices; empty ones are left out."""
+    chosen = {**asked, **changed}
+    given = {name: value for name, value in chosen.items() if value not in ("", None, [])}
+    return "?" + urlencode(given, doseq=True)
 
 
 def nothing_here(request: Request, caller: Caller, said: str) -> Response:

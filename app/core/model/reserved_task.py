@@ -15,7 +15,7 @@ class ReservationStanding(StrEnum):
 
 
 class NamedReservation(NamedTuple):
-    """What people are told of the reservation that a task names."""
+    """Holds what people are told of the reservation that a task names."""
 
     name: str = ""
     opens_s: float | None = None  # when its next window begins, in s since 1970

@@ -21,7 +21,7 @@ READ_MOST = 8192  # characters of a task's parameters, and of its command; longe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSearch:
-    """Words that a request must match, all of them: parts of its name, its user, its labels."""
+    """Holds words that a request must all match: parts of its name, its user, its labels."""
 
     parts: tuple[str, ...] = ()
     user: str = ""

@@ -163,7 +163,7 @@ def test_a_wrong_number_by_kind_names_its_field(browse):
     root = browse("root")
     for field in ("guarantee", "limit"):
         given = {**form_of(root.look(PAGE).text), field: "cpu"}
-        assert f"A {field} must be like" in root.send(PAGE, do="preview", **given).text
+        assert f"The {field} must be like" in root.send(PAGE, do="preview", **given).text
 
 
 def test_reservations_are_shown_however_many_others_have(browse, session):
