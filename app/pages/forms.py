@@ -13,7 +13,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -90,14 +89,14 @@ def whole_number(text: str) -> int | str:
 def numbers_by_kind(field: str, text: str) -> dict[str, int]:
     """Read how many devices of which kinds, such as "cuda=8, cpu=2"; raises BadInput."""
     found = dict[str, int]()
-    for each in re.split(r"[\s,]+", re.sub(r"\s*=\s*", "=", text.strip())):
+    spaced = " ".join(text.replace(",", " ").split())
+    for each in spaced.replace(" =", "=").replace("= ", "=").split():
         kind, _, typed = each.partition("=")
         number = whole_number(typed)
-        if each and not (kind and isinstance(number, int)):
+        if not (kind and isinstance(number, int)):
             told = f"the {field} must be like cuda=4, cpu=2; got {each!r:.60}"
             raise BadInput.at(f"/{field}", told, "form")
-        if isinstance(number, int):
-            found[kind] = number
+        found[kind] = number
     return found
 
 
