@@ -3,6 +3,7 @@
 import time
 
 from alembic import context
+from alembic.util import CommandError
 from sqlalchemy import Connection, NullPool, create_engine, text
 from sqlalchemy.dialects.postgresql.base import ischema_names
 
@@ -11,6 +12,8 @@ from app.settings import Settings
 
 LOCK = 0x726F756E  # one migrator at a time, however many processes start at once
 LOOK_S = 0.2  # s until the lock is looked at again
+FIRST = "0081"  # the first migration that is kept here
+BRIDGE = "b8fedf72"  # the last commit with the migrations before it
 
 ischema_names["xid8"] = Xid8  # so that `alembic check` knows the type when it meets it
 
@@ -19,6 +22,7 @@ def run() -> None:
     url = context.config.attributes.get("url") or Settings().database_url.get_secret_value()
     with create_engine(url, poolclass=NullPool).connect() as connection:
         _wait_for_others(connection)
+        _refuse_older(connection)
         context.configure(
             connection=connection,
             target_metadata=Base.metadata,
@@ -38,6 +42,18 @@ def _wait_for_others(connection: Connection) -> None:
         connection.rollback()
         time.sleep(LOOK_S)
     connection.commit()
+
+
+def _refuse_older(connection: Connection) -> None:
+    """Raise with what to do, if the database has a schema from before the first migration."""
+    if connection.scalar(text("select to_regclass('alembic_version')")):
+        revision = connection.scalar(text("select version_num from alembic_version"))
+        if revision and revision < FIRST:
+            raise CommandError(
+                f"The database has revision {revision}; this version upgrades from {FIRST} on."
+                f" Check out commit {BRIDGE}, run `alembic upgrade head` there, then again here."
+            )
+    connection.rollback()
 
 
 run()

@@ -74,7 +74,7 @@ class DailyUsage(Base):
     """Sums of rows of `Usage` that are an hour wide or wider, by the day (UTC) of their bucket.
 
     A trigger of `usage` adds each such row, and what it grows by, in the same transaction
-    (`migrations/versions/0060_pre_daily_usage.py`).
+    (`add_to_day` in `migrations/versions/0081_pre_first_schema.sql`).
     """
 
     __tablename__ = "daily_usage"
