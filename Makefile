@@ -10,7 +10,7 @@ TORCH := 2.13.0
 # Each process would compile all it imports again where this forbids Python to keep what it compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu setup browser
+.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu setup browser skopeo
 
 demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with simulated accelerators
 	$(BIN)/python -m examples.$(if $(SIM),accelerators,demo)
@@ -18,7 +18,7 @@ demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with sim
 up: setup  ## the same system, kept running until Ctrl-C
 	$(BIN)/python -m app.local.up
 
-test: setup browser  ## all that is promised, without CUDA; REPEAT=5 ONLY=path: that, on a busy machine
+test: setup browser skopeo  ## all that is promised, without CUDA; REPEAT=5 ONLY=path: that, on a busy machine
 	@test -x .criu/bin/criu || $(MAKE) --no-print-directory criu || echo "Its tests are skipped."
 	$(BIN)/python -m $(if $(REPEAT),tests.repeat "$(REPEAT)" "$(ONLY)",$(ALL))
 
@@ -82,3 +82,9 @@ browser: setup  # for the tests of the pages: one that is there, else Debian's, 
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy chromium && exit 0; fi; \
 	$(BIN)/python -m playwright install chromium && exit 0; \
 	echo "The tests of the pages need a browser. Install one, as root: apt-get install chromium" >&2; exit 1
+
+skopeo:  # for the tests of container images of registries, which are skipped without it
+	@command -v skopeo >/dev/null && exit 0; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then apt-get update -qq && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends skopeo && exit 0; fi; \
+	echo "Tests of images of registries are skipped. Install, as root: apt-get install skopeo" >&2

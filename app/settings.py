@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from app.core.fairness.usage_decay import half_life
 from app.core.model.protocol.wellformed import is_path
 from app.core.model.provisions.network_policy import destination
+from app.core.model.provisions.registry_image import allowed_registries
 from app.core.security import grants
 from app.core.security.addresses import addresses_by_name, networks
 from app.core.security.sandbox_layers import Mode
@@ -73,6 +74,11 @@ def _one_device(told: str) -> tuple[str, tuple[str, str]]:
 def _destinations(listed: str) -> str:
     for written in filter(None, listed.split(",")):
         destination(written)
+    return listed
+
+
+def _registries(listed: str) -> str:
+    allowed_registries(listed)
     return listed
 
 
@@ -178,6 +184,9 @@ class Settings(BaseSettings):
     package_index: str = Field("", pattern=r"^\S*$")
     # further hosts that a build may reach, as HOST:PORT with commas: where the index has its wheels
     package_hosts: Annotated[str, AfterValidator(_destinations)] = ""
+    # registries from which tasks may have container images, with commas, as in docker.io/library;
+    # the API refuses all others, and a device worker fetches from no others; default: none
+    image_registries: Annotated[str, AfterValidator(_registries)] = ""
     wheels: Path | None = None  # a folder of wheels, used instead of any index
     # time limit for locking one environment
     package_lock_s: float = Field(120.0, gt=0, allow_inf_nan=False)

@@ -562,8 +562,9 @@ _TASK = _object(
         },
         "image": {
             "type": "string",
-            "description": "a container image, named by an administrator, whose files are the root"
-            " of this command; read-only",
+            "description": "the container image whose files are the root of this command,"
+            " read-only: a name that an administrator gave, or REGISTRY/NAME@sha256:DIGEST of a"
+            " registry that an administrator allows",
         },
         "resources": {
             **_object(

@@ -22,6 +22,7 @@ from app.core.model.provisions.mounts import (
     is_allowed,
     offer_of,
 )
+from app.core.model.provisions.registry_image import is_reference
 from app.db import tenant_tree
 from app.db.models import Device, Mount, Task
 
@@ -88,7 +89,7 @@ def faults(session: Session, descriptor: Descriptor, path: Collection[str]) -> l
         IMAGE: [
             (f"/tasks/{n}/image", task.image)
             for n, task in enumerate(descriptor.tasks)
-            if task.image is not None
+            if task.image is not None and not is_reference(task.image)
         ],
     }
     return [
@@ -133,8 +134,11 @@ def of_tasks(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
 
 
 def roots_of_tasks(session: Session, tasks: Sequence[Task]) -> dict[str, str]:
-    """Return the path of each task's container image, if the task's tenant may use it now."""
-    wanting = [task for task in tasks if task.descriptor.get("image")]
+    """Return the path of each task's registered container image, if the task's tenant may use it
+    now.
+    """
+    named = [(task, task.descriptor.get("image")) for task in tasks]
+    wanting = [task for task, image in named if image and not is_reference(image)]
     by_tenant = _usable_by_tenant(session, wanting, IMAGE)
     return {
         task.id: by_tenant[task.tenant_id][name].path

@@ -45,6 +45,7 @@ from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
 from app.core.model.provisions.notify import ChannelWish, Notify
+from app.core.model.provisions.registry_image import allowed_registries, image_of, refusal
 from app.core.security.addresses import networks
 from app.core.webhooks import urls
 from app.data import datablocks, graphs, mounts
@@ -279,6 +280,7 @@ def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> 
     more += user_limits.faults(descriptor, facts.user_limits)
     path = [tenant.id for tenant in facts.path]
     more += mounts.faults(session, descriptor, path)
+    more += _registry_faults(descriptor)
     more += reserved_tasks.faults(session, descriptor, path=path, user=owner.user_id)
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
@@ -394,6 +396,15 @@ def _network_faults(descriptor: Descriptor, path: Sequence[tenant_tree.OnPath]) 
             if not is_allowed(allow, destination(wanted)):
                 where = f"/tasks/{n}/network/allow/{at}"
                 yield Fault(where, f"{wanted} is not allowed: {told}", "network")
+
+
+def _registry_faults(descriptor: Descriptor) -> Iterator[Fault]:
+    """Yield a fault for each container image of a registry that is not allowed."""
+    for n, task in enumerate(descriptor.tasks):
+        if (image := image_of(task.image or "")) is not None and (
+            told := refusal(image, allowed_registries(settings().image_registries))
+        ):
+            yield Fault(f"/tasks/{n}/image", told, "registry")
 
 
 def _notify_faults(session: Session, owner: Owner, descriptor: Descriptor) -> Iterator[Fault]:

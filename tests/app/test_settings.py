@@ -78,3 +78,12 @@ def test_settings_kept_days_before_all_timestamps_are_refused(
     monkeypatch.setenv(f"ROUNDHOUSE_{name}_KEPT_DAYS", days)
     with pytest.raises(ValidationError, match=f"{name}_KEPT_DAYS|{name.lower()}_kept_days"):
         Settings()
+
+
+@pytest.mark.parametrize("listed", ["debian", "https://docker.io", "docker.io ghcr.io"])
+def test_settings_image_registries_of_another_form_are_refused(
+    monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_IMAGE_REGISTRIES", listed)
+    with pytest.raises(ValidationError, match="must be registries such as"):
+        Settings()

@@ -30,6 +30,12 @@ from app.core.model.protocol.messages import (
     about_secrets,
 )
 from app.core.model.provisions.folder import FOLDER, BadFolderManifest
+from app.core.model.provisions.registry_image import (
+    RegistryImage,
+    allowing,
+    image_of,
+    refusal,
+)
 from app.core.security.redaction import (
     MAX_LINES_TOGETHER,
     NO_SECRETS,
@@ -52,7 +58,11 @@ from workers.transfer.checkpoint import BadSlab, FoundImage, HeldChunks, Known, 
 from workers.transfer.code_unpack import BadBundle, unpacked
 from workers.transfer.folder_cache import BuiltFolder, FolderBeyondCache
 from workers.transfer.host_context import House
-from workers.transfer.installs.container_images import HeldContainerImage, NotUnpacked
+from workers.transfer.installs.container_images import (
+    HeldContainerImage,
+    NotFromRegistry,
+    NotUnpacked,
+)
 from workers.transfer.installs.environments import HeldEnvironment, NotBuilt
 
 JSON = dict[str, Any]
@@ -192,21 +202,39 @@ def held_image(launch: Launch, house: House) -> HeldContainerImage | None:
     """
     if (name := launch.spec.image) is None:
         return None
+    if (image := image_of(name)) is not None:
+        return _held_as_asked(launch, lambda: _from_registry(image, house))
     if not launch.root:
         told = f"Its tenant may not use the container image {name} any more, or it was removed."
         raise NotFetched("mount", told)
     place = host_mounts.place_of(launch.root, house.mount_roots, may_be_file=True)
     if place is None:
         raise NotFetched("mount", f"This host may not show the container image {name}.")
+    return _held_as_asked(launch, lambda: house.images.opened(name, place))
+
+
+def _from_registry(image: RegistryImage, house: House) -> HeldContainerImage:
+    """Return an image of a registry that this host allows; raises NotUnpacked."""
+    allowed = allowing(image, house.image_registries)
+    if allowed is None:
+        raise NotFromRegistry(refusal(image, house.image_registries))
+    if not house.skopeo:
+        raise NotFromRegistry("this host has no skopeo; it is in the Debian package skopeo")
+    return house.images.fetched(image, house.skopeo, is_plain_http=allowed.is_plain_http)
+
+
+def _held_as_asked(launch: Launch, hold: Callable[[], HeldContainerImage]) -> HeldContainerImage:
+    """Return the image that `hold` returns; raises NotFetched with the reason."""
+    name, step = launch.spec.image, "unpacked"
     try:
-        return house.images.opened(name, place)
+        return hold()
     except NotUnpacked as error:
-        why = str(error)
+        why, step = str(error), error.step
     except Exception as error:  # another try would fail for the same reason
         log.exception("task %s: its container image %s is not unpacked", launch.task, name)
         reason = error.strerror if isinstance(error, OSError) else None
         why = f"this host failed ({reason or type(error).__name__})"
-    raise NotFetched("mount", f"Its container image {name} could not be unpacked: {why}.")
+    raise NotFetched("mount", f"Its container image {name} could not be {step}: {why}.")
 
 
 def opened_secrets(launch: Launch, house: House) -> tuple[dict[str, str], Redactor]:

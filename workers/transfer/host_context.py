@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import socket
 import time
 import uuid
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 from app.core.model.descriptor import SHARING_NEED, labels_in
 from app.core.model.protocol.protocol_version import PROTOCOL
 from app.core.model.provisions import collectives, notice, session
+from app.core.model.provisions.registry_image import AllowedRegistry, allowed_registries
 from app.core.security.addresses import addresses_by_name
 from app.core.security.sandbox_layers import Mode
 from app.messaging.message_keys import MessageKeys
@@ -38,6 +40,7 @@ from workers.process.isolation.cgroups import Bounds
 from workers.process.isolation.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
 from workers.process.isolation.helper_groups import HelperGroups
 from workers.transfer.host_cache import Cache
+from workers.transfer.installs import image_fetcher
 from workers.transfer.installs.container_images import ContainerImages
 from workers.transfer.installs.environments import Environments
 
@@ -72,6 +75,9 @@ class House:
     host_cache_bytes: int = 2**30
     block_bytes_per_s: int = 0  # rate at which blocks are sent to other hosts; 0: no limit
     images_bytes: int = 64 * 2**30  # disk for unpacked container images
+    # registries from which container images are fetched, and skopeo, which does it; "": not there
+    image_registries: tuple[AllowedRegistry, ...] = ()
+    skopeo: str = ""
     environments_bytes: int = 32 * 2**30  # disk for environments
     environment_build_s: float = 900.0
     package_options: tuple[str, ...] = ()  # name the index (`workers.process.uv.index_options`)
@@ -132,6 +138,8 @@ class House:
             host_cache_bytes=settings.host_cache_bytes,
             block_bytes_per_s=settings.block_bytes_per_s,
             images_bytes=settings.images_bytes,
+            image_registries=allowed_registries(settings.image_registries),
+            skopeo=shutil.which(image_fetcher.PROGRAM) or "",
             environments_bytes=settings.environments_bytes,
             environment_build_s=settings.environment_build_s,
             package_options=tuple(uv.index_options(settings)),

@@ -78,7 +78,11 @@ def submit(
         typer.Option("--mount", help="folder of its host, such as /data=imagenet; repeatable"),
     ] = None,
     image: Annotated[
-        str, typer.Option("--image", help="container image in which the command runs")
+        str,
+        typer.Option(
+            "--image",
+            help="container image of the command: a name, or REGISTRY/NAME@sha256:DIGEST",
+        ),
     ] = "",
     environment: Annotated[
         str,

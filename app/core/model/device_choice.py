@@ -22,8 +22,8 @@ CAPABILITY = re.compile(r"[0-9]{1,3}\.[0-9]{1,2}")
 #: A part of a model's name. It has no ",", which separates the items of a choice's text.
 MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._/()+-]{0,62}")
 #: Something that a host can do and a task may need: a word, or a sort and a name, as in
-#: `mount:imagenet`.
-NEED = re.compile(r"[a-z][a-z-]{0,30}(:[a-z0-9][a-z0-9._-]{0,62})?")
+#: `mount:imagenet`, or a sort and the address of a server, as in `registry:localhost:5000`.
+NEED = re.compile(r"[a-z][a-z-]{0,30}(:[a-z0-9][a-z0-9._-]{0,62}(:[0-9]{1,5})?)?")
 #: The beginning of a need for packages; the lock of packages that must be ready on the host
 #: follows.
 PACKAGES = "packages:"

@@ -61,6 +61,11 @@ class DeviceMounts:
 
     def start(self) -> None:
         """Read the paths that the device worker before has written down."""
+        if self.house.image_registries and not self.house.skopeo:
+            log.warning(
+                "%s fetches no container images: skopeo is missing (Debian package skopeo)",
+                self.house.device,
+            )
         if self.house.mount_roots and self._file.exists():
             try:
                 known = json.loads(self._file.read_text())
@@ -96,8 +101,13 @@ class DeviceMounts:
             self._noted_ns, self._unpacked = noted_ns, images.shown()
         return {**known, "unpacked": self._unpacked} if self._unpacked else known
 
-    def offers(self) -> list[str]:
-        return list(self.shown)
+    def offers(self, walls: Sequence[str]) -> list[str]:
+        """Return an offer for each mount that is shown here, and for each registry from which this
+        host fetches container images; `walls` are the sandbox layers here.
+        """
+        fetches = self.house.skopeo and LAYER in walls
+        registries = [one.need for one in self.house.image_registries] if fetches else []
+        return [*self.shown, *dict.fromkeys(registries)]
 
     def told(self, paths: Mapping[str, str] | None, sort: str) -> None:
         """Take in the paths of all mounts of a sort; None means that they have not changed."""

@@ -135,7 +135,8 @@ class DeviceReports:
         self.clock_began_s = held["clock_began_s"] = began_s(
             self.clock_began_s, wall_s=time.time(), monotonic_s=time.monotonic()
         )
-        offers = [*self.mounts.offers(), *self.environments.offers()]
+        mounts = self.mounts.offers(self.facts.get("sandbox", ()))
+        offers = [*mounts, *self.environments.offers()]
         held["offers"] = [*self.facts.get("offers", ()), *offers]
         ends = {"stopping": self.is_stopping, "leaving": leaving}
         return held | {name: True for name, holds in ends.items() if holds}

@@ -4,6 +4,11 @@ A process of its own unpacks an image, once for all devices of the host
 (`workers.transfer.installs.image_unpacker`). From then on the image never changes; commands see it
 read-only. If a registered folder changes, it has another digest, so it is unpacked again at the
 next launch; running tasks keep the image that they have.
+
+An image of a registry is fetched before, by another process
+(`workers.transfer.installs.image_fetcher`), and kept under the digest that its tasks name: it is
+fetched once for all of them. Registered images are kept apart from those. So a task that names the
+digest of a registered image, which its tenant may not use, gets it from the registry or not at all.
 """
 
 from __future__ import annotations
@@ -18,18 +23,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.core.model.protocol.wellformed import is_storable
+from app.core.model.provisions.registry_image import RegistryImage
 from app.storage.backend import make_private
 from workers.process.isolation import host_mounts
 from workers.process.isolation.helper_groups import HelperGroups
 from workers.process.isolation.host_mounts import HostMount
-from workers.transfer.installs import image_source
+from workers.transfer.installs import image_fetcher, image_source
 from workers.transfer.installs.image_source import BadContainerImage
 from workers.transfer.installs.image_unpacker import REFUSED
 from workers.transfer.installs.kept_trees import ABOUT, KeptTrees, make_read_only
@@ -40,11 +46,18 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[3]
 UNPACK_S = 1800.0  # time limit for unpacking one image
+FETCH_S = 1800.0  # time limit for fetching one image
+LONGEST_S = FETCH_S + UNPACK_S
 DIGEST_S = 120.0  # limit for reading the digest of a file
 MAX_VARIABLES = 200
 MAX_VARIABLES_BYTES = 64 * 1024  # length of all names and values together
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,126}")
 _TOLD = 2000
+_SLACK_S = 5.0  # a program that knows its limit says more when it ends by itself
+_FROM_REGISTRY = "registry-"  # prefix of the names under which images of registries are kept
+_CALLED = {"image_unpacker": "unpacker", "image_fetcher": "fetcher"}
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_NETWORK = (*_PROXIES, *map(str.lower, _PROXIES), *image_fetcher.CERTIFICATES)
 _DIGESTS_KEPT = 1000
 #: (device, inode, size, times) of a file -> the digest of its container image.
 _digests: dict[tuple[int, ...], str] = {}
@@ -54,6 +67,14 @@ class NotUnpacked(Exception):
     """Raised when a container image cannot be unpacked here; the message is for the task's
     owner.
     """
+
+    step = "unpacked"  # what did not succeed
+
+
+class NotFromRegistry(NotUnpacked):
+    """Raised when a container image cannot be fetched from its registry."""
+
+    step = "fetched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,28 +100,60 @@ class ContainerImages(KeptTrees):
 
         If another device worker is unpacking it, waits for that. Raises NotUnpacked.
         """
-        digest, unpacked = self._digest(place), list[str]()
-
-        def make() -> None:
-            self._unpack(digest, place)
-            self._make_room(digest)
-            unpacked.append(digest)
-
-        if (held := self.shared(digest, make, time.monotonic() + 2 * UNPACK_S)) is None:
-            raise NotUnpacked("another task has been unpacking it for too long")
-        fd, noted = held
+        digest = self._digest(place)
+        held = self._held(digest, digest, lambda: self._unpack(digest, digest, place))
         try:
             self._note(name, digest)
         except BaseException:
-            os.close(fd)
+            os.close(held.fd)
             raise
+        return held
+
+    def fetched(
+        self, image: RegistryImage, program: str, *, is_plain_http: bool
+    ) -> HeldContainerImage:
+        """Return an image of a registry; fetch and unpack it if that is not done yet.
+
+        `program` is skopeo. Raises NotUnpacked.
+        """
+        key = f"{_FROM_REGISTRY}{image.sha256}"
+
+        def make() -> None:
+            with self._draft() as making:
+                order = {
+                    "image": asdict(image),
+                    "program": program,
+                    "is_plain_http": is_plain_http,
+                }
+                try:
+                    said = self._run("image_fetcher", order, making, FETCH_S)
+                except NotUnpacked as error:
+                    raise NotFromRegistry(str(error)) from error
+                layout = HostMount(str((making / image_fetcher.LAYOUT).absolute()), ".")
+                self._unpack(key, str(said["digest"]), layout)
+            log.info("fetched container image %s", image.at(image.sha256))
+
+        return self._held(key, image.sha256, make)
+
+    def _held(self, key: str, digest: str, make: Callable[[], None]) -> HeldContainerImage:
+        """Share the image that is kept as `key`; `make` makes it if it is not there."""
+        made = list[str]()
+
+        def make_with_room() -> None:
+            make()
+            self._make_room(key)
+            made.append(key)
+
+        if (held := self.shared(key, make_with_room, time.monotonic() + 2 * LONGEST_S)) is None:
+            raise NotUnpacked("another task has been unpacking it for too long")
+        fd, noted = held
         return HeldContainerImage(
-            root=self.built(digest) / "root",
+            root=self.built(key) / "root",
             digest=digest,
             variables=noted["variables"],
             fd=fd,
             took_us=noted["took_us"],
-            is_new=bool(unpacked),
+            is_new=bool(made),
         )
 
     @property
@@ -157,7 +210,8 @@ class ContainerImages(KeptTrees):
         if (known := _digests.get(key)) is not None:
             return known
         with self._draft() as making:
-            found_here = str(self._run("", place, making, DIGEST_S)["digest"])
+            order = {"root": place.root, "below": place.below, "digest": ""}
+            found_here = str(self._run("image_unpacker", order, making, DIGEST_S)["digest"])
         if len(_digests) >= _DIGESTS_KEPT:
             _digests.clear()
         _digests[key] = found_here
@@ -173,44 +227,47 @@ class ContainerImages(KeptTrees):
         finally:
             self.remove(making)
 
-    def _unpack(self, digest: str, place: HostMount) -> None:
-        """Unpack the image; this process holds its lock alone."""
+    def _unpack(self, key: str, digest: str, place: HostMount) -> None:
+        """Unpack the image, to be kept as `key`; this process holds its lock alone."""
         began_s = time.monotonic()
         with self._draft() as making:
-            said = self._run(digest, place, making, UNPACK_S)
+            order = {"root": place.root, "below": place.below, "digest": digest}
+            said = self._run("image_unpacker", order, making, UNPACK_S)
             made = making / "tree"
             size_bytes = make_read_only(made)
             took_us = int((time.monotonic() - began_s) * 1e6)
             about = {"size_bytes": size_bytes, "took_us": took_us}
             made.chmod(0o755)
             (made / ABOUT).write_text(json.dumps({**about, "variables": _fit(said["variables"])}))
-            make_private(self.built(digest).parent)
-            made.rename(self.built(digest))
-            self.built(digest).chmod(0o555)
+            make_private(self.built(key).parent)
+            made.rename(self.built(key))
+            self.built(key).chmod(0o555)
         left = said["skipped"]
         told = f"; {left} devices, pipes or unreadable files left out" if left else ""
         log.info("unpacked container image %s in %.1f s%s", digest[:12], took_us / 1e6, told)
 
-    def _run(self, digest: str, place: HostMount, making: Path, limit_s: float) -> JSON:
+    def _run(self, program: str, order: JSON, making: Path, limit_s: float) -> JSON:
+        """Run a program of this package in its draft folder; return what it says.
+
+        Raises NotUnpacked.
+        """
         order = {
-            "root": place.root,
-            "below": place.below,
+            **order,
             "making": str(making.absolute()),
-            "digest": digest,
             "limit_bytes": self.limit_bytes,
             "limit_s": math.ceil(limit_s),
         }
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        boot += "from workers.transfer.installs.image_unpacker import main; main()"
+        boot += f"from workers.transfer.installs.{program} import main; main()"
         try:
             with self.helpers.of_helper() as groups:
                 done = subprocess.run(
                     [sys.executable, "-B", "-c", boot, json.dumps({**order, "groups": groups})],
-                    env={"LANG": "C.UTF-8", "PATH": os.environ.get("PATH", "")},
+                    env={"LANG": "C.UTF-8", **_environment(program)},
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     cwd="/",
-                    timeout=limit_s,
+                    timeout=limit_s + _SLACK_S,
                     check=False,
                 )
         except subprocess.TimeoutExpired as error:
@@ -219,8 +276,8 @@ class ContainerImages(KeptTrees):
         if done.returncode == REFUSED:
             raise NotUnpacked(told)
         if done.returncode:  # the program's message names paths of this host
-            log.error("the unpacker ended with status %d: %s", done.returncode, told)
-            raise NotUnpacked(f"the unpacker ended with status {done.returncode}")
+            log.error("%s ended with status %d: %s", program, done.returncode, told)
+            raise NotUnpacked(f"the {_CALLED[program]} ended with status {done.returncode}")
         said: JSON = json.loads(done.stdout)
         return said
 
@@ -228,9 +285,17 @@ class ContainerImages(KeptTrees):
         """Remove the images that were used longest ago, until the other images are within the
         limit.
         """
-        self.remove_left_drafts(2 * UNPACK_S)
+        self.remove_left_drafts(2 * LONGEST_S)
         sizes = [about["size_bytes"] for one in self.by_use() if (about := self.about(one))]
         self.let_go_unused(sum(sizes) - self.limit_bytes, {newest})
+
+
+def _environment(program: str) -> dict[str, str]:
+    """Return what a program needs of our environment: the path of programs, and if it reaches the
+    network, the proxy and the certificates of the host.
+    """
+    passed = ["PATH", *(_NETWORK if program == "image_fetcher" else ())]
+    return {name: os.environ[name] for name in passed if name in os.environ}
 
 
 def _fit(variables: Mapping[str, str]) -> dict[str, str]:

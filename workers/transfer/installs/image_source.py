@@ -249,7 +249,15 @@ def _of_layout(open_file: Callable[[str], IO[bytes]]) -> ImageSource:
             raise BadContainerImage(f"its part {digest[:12]} is missing") from None
 
     with open_file("index.json") as file:
-        said = _parsed(_read(file), "index.json")
+        index = _parsed(_read(file), "index.json")
+    return followed(index, blob)
+
+
+def followed(index: JSON, blob: Callable[[str], IO[bytes]]) -> ImageSource:
+    """Return the image for this machine to which an index leads; each document is checked against
+    its digest.
+    """
+    said = index
     for _ in range(MAX_NESTED):
         chosen = _chosen(said)
         said = document(blob, chosen)

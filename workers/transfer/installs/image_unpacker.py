@@ -16,7 +16,7 @@ import resource
 import stat
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -45,13 +45,29 @@ _HOSTS = b"127.0.0.1 localhost job\n"
 
 
 def main() -> NoReturn:
+    order = begin()
+    inside = enclose(_room(order, Path(order["making"])), without={"user"})
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (order["limit_s"], order["limit_s"]))
+    source, made = Path(_SOURCE), inside / "tree"
+    end(lambda: unpack(source, made, order) if order["digest"] else {"digest": digest_of(source)})
+
+
+def begin() -> JSON:
+    """Return this program's order, after joining its control groups."""
     sandbox.die_with_parent()
-    order = json.loads(sys.argv[1])
+    order: JSON = json.loads(sys.argv[1])
     cgroups.join(order["groups"])
-    making = Path(order["making"])
-    room = _room(order, making)
+    return order
+
+
+def enclose(room: Room, *, without: Collection[str]) -> Path:
+    """Enter the sandbox layers that work here, `without` some; return the folder to write into.
+
+    "user" is always among these: what the sandbox writes belongs to our user.
+    """
     standing, missing = sandbox.try_out(room)
-    walls = [name for name in standing if name != "user"]  # what the sandbox writes belongs to us
+    walls = [name for name in standing if name not in without]
     if "files" not in walls:
         _refuse(f"the sandbox layer 'files' is missing: {missing.get('files', '')}")
     sandbox.separate(walls)
@@ -60,14 +76,15 @@ def main() -> NoReturn:
     sandbox.die_with_parent()
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (order["limit_s"], order["limit_s"]))
     os.umask(0o022)
     _, inside = room.inside(walls)
+    return inside
+
+
+def end(work: Callable[[], JSON]) -> NoReturn:
+    """Do the work, print what it returns as JSON, and end; the caller has entered the sandbox."""
     try:
-        source, made = Path(_SOURCE), inside / "tree"
-        said = unpack(source, made, order) if order["digest"] else {"digest": digest_of(source)}
-        sys.stdout.write(json.dumps(said))
+        sys.stdout.write(json.dumps(work()))
         sys.stdout.flush()
     except BadContainerImage as error:
         _refuse(str(error))
@@ -158,22 +175,30 @@ def _furnish(root: Path) -> None:
 
 def _unpack_layers(source: ImageSource, manifest: JSON, tree: ImageTree) -> dict[str, str]:
     assert source.blob is not None
-    layers = manifest.get("layers")
-    if not isinstance(layers, list) or len(layers) > MAX_LAYERS:
-        raise BadContainerImage(f"its manifest lists no layers, or more than {MAX_LAYERS}")
+    layers = layers_of(manifest)
     configured = image_source.document(source.blob, LayoutPart.of(manifest.get("config")))
-    for named in map(LayoutPart.of, layers):
-        if named.media_type not in (*_PLAIN, *_GZIP):
-            raise BadContainerImage(
-                f"its layer {named.digest[:12]} is {named.media_type!r:.100}; this host unpacks tar"
-                " and gzip"
-            )
+    for named in layers:
         with source.blob(named.digest) as file:
             blob = _Hashed(file)
             with _plain(blob, is_gzip=named.media_type in _GZIP) as body:
                 _unpack_tar(body, tree, "r|")
             blob.check(named)
     return _variables(configured)
+
+
+def layers_of(manifest: JSON) -> list[LayoutPart]:
+    """Return the layers of a manifest, the lowest first; raises BadContainerImage."""
+    layers = manifest.get("layers")
+    if not isinstance(layers, list) or len(layers) > MAX_LAYERS:
+        raise BadContainerImage(f"its manifest lists no layers, or more than {MAX_LAYERS}")
+    named = [LayoutPart.of(each) for each in layers]
+    for layer in named:
+        if layer.media_type not in (*_PLAIN, *_GZIP):
+            raise BadContainerImage(
+                f"its layer {layer.digest[:12]} is {layer.media_type!r:.100}; this host unpacks tar"
+                " and gzip"
+            )
+    return named
 
 
 class _Hashed:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
 from app.core.model.device_choice import ANY_DEVICE, NO_TRAITS, DeviceChoice, DeviceTraits
 from app.core.model.fields import Fault, Hints
+from app.core.model.provisions import registry_image
 from app.core.model.provisions.best_rule import OF_BEST
 from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.resources import FIELDS, amount, told_of
@@ -256,6 +257,8 @@ def _choice_fault(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
             if name == "resources":
                 return _over_limit(task, offer)
             where = f"devices/{name}" if name != "needs" else _asking(task, offer)
+            if where == "image" and (told := _unoffered_registry(task, offer)):
+                return where, told
             known = ", ".join(_known_values(offer, name)[:MAX_KNOWN])
             told = f"there is no {wanted.kind} device{part.told}"
             return where, told + (f"; there are {known}" if known else "")
@@ -292,11 +295,22 @@ def _asking(task: TaskDescriptor, offer: Offer) -> str:
     """Return the first field that asks for something that no device offers; else the first field
     that asks.
     """
-    asked = needs_of(task)
-    offered = {each for some in offer.alike for each in some.traits.offers}
+    asked, offered = needs_of(task), _offered(offer)
     return next(
         (where for need, where in asked.items() if need not in offered), next(iter(asked.values()))
     )
+
+
+def _unoffered_registry(task: TaskDescriptor, offer: Offer) -> str:
+    """Return what is missing if no device offers the registry of the task's image; "" otherwise."""
+    image = registry_image.image_of(task.image or "")
+    if image is None or image.need in _offered(offer):
+        return ""
+    return registry_image.unoffered(image, task.devices.kind)
+
+
+def _offered(offer: Offer) -> set[str]:
+    return {each for some in offer.alike for each in some.traits.offers}
 
 
 def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from app.core.model.provisions.mounts import MAX_KNOWN
 from app.db.models import AuditEvent, Device, Mount, Task, Tenant
 from app.scheduling import launch_order
+from app.settings import settings
 from tests.app.conftest import problem
 
 
@@ -268,3 +269,56 @@ class TestContainerImages:
         [found] = problem(answer, 422, "unsatisfiable")["errors"]
         assert found["pointer"] == "/tasks/0/image"
         assert found["detail"] == "there is no cpu device that offers image:debian"
+
+
+class TestImagesOfRegistries:
+    IMAGE = f"docker.io/library/debian@sha256:{'0a' * 32}"
+
+    @pytest.fixture
+    def submit(self, as_, session, monkeypatch):
+        """Submit a command in an image, where these registries are allowed and offered."""
+
+        def submit(image: str, *, allowed: str = "", offers: tuple[str, ...] = ()):
+            allowing = settings().model_copy(update={"image_registries": allowed})
+            monkeypatch.setattr("app.intake.intake.settings", lambda: allowing)
+            facts = {"sandbox": "off", "offers": [*offers]}
+            session.execute(update(Device).where(Device.id == "h.0").values(facts=facts))
+            session.commit()
+            body = {"tasks": [{**IN_IMAGE, "image": image}]}
+            return as_("red.member").post("/v1/requests", json=body)
+
+        return submit
+
+    def test_image_of_an_allowed_registry_is_accepted_and_launched_without_a_path(
+        self, submit, session
+    ):
+        answer = submit(self.IMAGE, allowed="docker.io/library", offers=("registry:docker.io",))
+        assert answer.status_code == 202, answer.text
+        task = session.get_one(Task, answer.json()["tasks"][0]["id"])
+        assert task.device_choice == "!registry:docker.io"
+        assert task.descriptor["image"] == self.IMAGE
+        device = session.get_one(Device, "h.0")
+        assert launch_order.look_up(session, [(task, device)]).roots == {}
+
+    @pytest.mark.parametrize(
+        ("allowed", "told"),
+        [("", "no registry is allowed"), ("docker.io/acme,ghcr.io", "docker.io/acme, ghcr.io")],
+    )
+    def test_image_of_a_registry_that_is_not_allowed_is_refused(self, submit, allowed, told):
+        answer = submit(self.IMAGE, allowed=allowed, offers=("registry:docker.io",))
+        [found] = problem(answer, 422, "validation-error")["errors"]
+        assert (found["pointer"], found["code"]) == ("/tasks/0/image", "registry")
+        assert told in found["detail"]
+
+    def test_image_by_its_tag_is_refused_with_how_to_find_the_digest(self, submit):
+        answer = submit("docker.io/library/debian:12", allowed="docker.io")
+        [found] = problem(answer, 422, "validation-error")["errors"]
+        assert found["pointer"] == "/tasks/0/image"
+        assert "skopeo inspect" in found["detail"]
+
+    def test_image_that_no_host_fetches_is_refused_with_what_is_missing(self, submit):
+        answer = submit(self.IMAGE, allowed="docker.io")
+        [found] = problem(answer, 422, "unsatisfiable")["errors"]
+        assert found["pointer"] == "/tasks/0/image"
+        assert "no host with a cpu device fetches container images" in found["detail"]
+        assert "Debian package skopeo" in found["detail"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +15,14 @@ import pytest
 
 from app.core.model.protocol.messages import Failed, Finished, Started
 from app.core.model.provisions.mounts import digest
+from app.core.model.provisions.registry_image import allowed_registries
 from app.core.model.provisions.tunnel import TunnelTicket
 from tests.launches import launch_of, spec_of
+from tests.registry import Registry
 from tests.workers.conftest import DeviceRig, words_in_memory
 from tests.workers.image_files import oci_layout, root_file_system, tar_of, tar_of_folder
 from workers.device.store_io import NotFetched, held_image
+from workers.transfer.installs import image_fetcher
 from workers.transfer.installs.container_images import ContainerImages
 
 #: Looks around with the programs of the image alone; each line is an answer.
@@ -242,3 +246,48 @@ def test_restarted_device_offers_its_images_from_its_first_report_on(
     showing.close()
     again = rigs(mount_roots=showing.house.mount_roots)
     assert offered(again) == ["image:layout", "image:small"]
+
+
+# --- images of registries -------------------------------------------------------------------------
+
+needs_skopeo = pytest.mark.skipif(
+    shutil.which(image_fetcher.PROGRAM) is None,
+    reason="skopeo is missing; on Debian: apt-get install skopeo",
+)
+
+
+@needs_skopeo
+def test_command_runs_in_an_image_of_a_registry_that_its_host_allows(
+    rigs: Callable[..., DeviceRig], small: Path
+) -> None:
+    with Registry(small / "layout", "acme/small", "other/small") as registry:
+        allowed = allowed_registries(f"http://{registry.host}/acme")
+        rig = rigs(image_registries=allowed, skopeo=shutil.which(image_fetcher.PROGRAM))
+        if "files" not in rig.reports[-1].facts["sandbox"]:
+            pytest.skip("this machine gives no mount namespaces")
+        assert f"registry:{registry.host}" in rig.reports[-1].facts["offers"]
+        for task in ("t1", "t2"):
+            launch(
+                rig, task, ["sh", "-c", "cat /etc/os-release; echo $SMALL"], registry.reference()
+            )
+            rig.event(Finished, task)
+            assert rig.printed(task) == ["NAME=small", "yes"]
+        assert len([digest for kind, digest in registry.asked if kind == "blobs"]) == 3
+        launch(rig, "t3", ["true"], registry.reference("0d" * 32))
+        failed = rig.event(Failed, "t3")
+        assert failed.cause == "mount"
+        assert "could not be fetched: the registry localhost" in failed.message
+        assert failed.message.endswith("has no image acme/small with this digest.")
+        launch(rig, "t4", ["true"], registry.reference(name="other/small"))
+        assert "are not allowed here; allowed are localhost" in rig.event(Failed, "t4").message
+
+
+def test_host_without_skopeo_offers_no_registry_and_says_what_is_missing(
+    rigs: Callable[..., DeviceRig],
+) -> None:
+    rig = rigs(image_registries=allowed_registries("docker.io"))
+    assert not [one for one in rig.reports[-1].facts["offers"] if one.startswith("registry:")]
+    launch(rig, "t1", ["true"], f"docker.io/library/debian@sha256:{'0d' * 32}")
+    failed = rig.event(Failed, "t1")
+    assert failed.cause == "mount"
+    assert "this host has no skopeo; it is in the Debian package skopeo" in failed.message

@@ -365,7 +365,7 @@ def test_mount_that_was_named_during_a_look_is_looked_at_at_once(
 
     monkeypatch.setattr(mounts.threading, "Thread", Now)
     house: Any = SimpleNamespace(
-        device="h.0", folder=tmp_path, mount_roots=(str(shared),), own_folders=()
+        device="h.0", folder=tmp_path, mount_roots=(str(shared),), own_folders=(), skopeo=""
     )
     looked: list[Callable[[], None]] = []
     known = mounts.DeviceMounts(house, looked.append, SimpleNamespace(happened=False))  # type: ignore[arg-type]
@@ -373,9 +373,9 @@ def test_mount_that_was_named_during_a_look_is_looked_at_at_once(
     known.look([mounts.LAYER])
     known.told({"pics": str(shared / "data"), "more": str(shared / "other")}, mounts.FOLDER)
     looked.pop()()
-    assert known.offers() == ["mount:pics"]
+    assert known.offers(["files"]) == ["mount:pics"]
     known.look([mounts.LAYER])
     looked.pop()()
-    assert known.offers() == ["mount:more", "mount:pics"]
+    assert known.offers(["files"]) == ["mount:more", "mount:pics"]
     known.look([mounts.LAYER])
     assert looked == []
