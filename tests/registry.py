@@ -1,7 +1,8 @@
 """A registry of container images, read-only, over an OCI layout (HTTP API v2).
 
 `Registry` counts what is asked, and can misbehave: `altered` has other bytes for a digest, and
-`endless` is a blob that never ends.
+`endless` is a blob that never ends. With a `certificate`, a file that has its key too, it speaks
+TLS.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +24,7 @@ _PATH = re.compile(r"/v2/(.+)/(manifests|blobs)/sha256:([0-9a-f]{64})")
 class Registry:
     """Serves the blobs of an OCI layout as manifests and blobs of every name in `names`."""
 
-    def __init__(self, layout: Path, *names: str) -> None:
+    def __init__(self, layout: Path, *names: str, certificate: Path | None = None) -> None:
         self.blobs, self.names = layout / "blobs" / "sha256", names
         self.digest = self.digest_in(layout)
         self.altered = dict[str, bytes]()
@@ -43,6 +45,10 @@ class Registry:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.host = f"localhost:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 

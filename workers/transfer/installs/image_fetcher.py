@@ -61,6 +61,12 @@ _MEANINGS = (
         "has no image {name} that it gives without credentials, which this host does not have",
     ),
     (re.compile(r"toomanyrequests|\b429\b"), "takes no more calls of this host for now"),
+    (
+        re.compile(r"does not look like a tls handshake|http response to https client"),
+        "does not speak TLS; to allow that, an administrator writes http:// before it in "
+        "ROUNDHOUSE_IMAGE_REGISTRIES",
+    ),
+    (re.compile(r"\bx509: "), "has a certificate that this host does not trust"),
     (re.compile(r"no such host|server misbehaving"), "is not found: its name has no address"),
     (
         re.compile(
@@ -206,6 +212,7 @@ class Fetch:
     def meaning_of(self, said: str) -> str:
         """Return in plain words why skopeo failed."""
         told = " ".join((" ".join(_LOGGED.findall(said)) or said).split())
+        told = told.replace('\\"', '"')
         for words, meaning in _MEANINGS:
             if words.search(told.lower()):
                 name = self.image.name

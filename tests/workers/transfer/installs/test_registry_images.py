@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from app.core.model.provisions.registry_image import image_of
+from tests.certificates import certificate_of
 from tests.registry import Registry
 from tests.workers.image_files import MANIFEST, entry, oci_layout, tar_of
 from workers.process.isolation.host_mounts import HostMount
@@ -47,10 +48,12 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
         yield registry
 
 
-def fetched(images: ContainerImages, registry: Registry, digest: str = "") -> HeldContainerImage:
+def fetched(
+    images: ContainerImages, registry: Registry, digest: str = "", *, is_plain_http: bool = True
+) -> HeldContainerImage:
     image = image_of(registry.reference(digest))
     assert image is not None
-    held = images.fetched(image, SKOPEO, is_plain_http=True)
+    held = images.fetched(image, SKOPEO, is_plain_http=is_plain_http)
     os.close(held.fd)
     return held
 
@@ -130,6 +133,26 @@ def test_registered_image_is_not_given_to_a_task_that_knows_its_digest(
     os.close(held.fd)
     with pytest.raises(NotFromRegistry, match="has no image acme/small"):
         fetched(images, registry, Registry.digest_in(theirs))
+
+
+def test_registry_with_tls_must_have_a_certificate_that_the_host_trusts(
+    images: ContainerImages, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, file = certificate_of("localhost"), tmp_path / "certificate.pem"
+    file.write_bytes(b"".join(certificate))
+    with Registry(registry.blobs.parents[1], "acme/small", certificate=file) as secure:
+        with pytest.raises(NotFromRegistry, match="has a certificate that this host does not"):
+            fetched(images, secure, is_plain_http=False)
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))
+        assert fetched(images, secure, is_plain_http=False).is_new
+
+
+def test_registry_without_tls_is_not_asked_unless_that_is_allowed(
+    images: ContainerImages, registry: Registry
+) -> None:
+    with pytest.raises(NotFromRegistry, match="does not speak TLS; to allow that"):
+        fetched(images, registry, is_plain_http=False)
+    assert not registry.asked
 
 
 # --- what is refused ------------------------------------------------------------------------------
