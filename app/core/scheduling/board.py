@@ -181,14 +181,12 @@ class Board:
         self.tree.at(now_s)
         while self._ripening and self._ripening[0][0] <= now_s:
             _, id, epoch = heappop(self._ripening)
-            stay = self.stays.get(id)
-            if stay is not None and stay.task.epoch == epoch:
-                self._ripen(stay, late=True)
+            if self._goes_on(id, epoch):
+                self._ripen(self.stays[id], late=True)
         while self._settling and self._settling[0][0] <= now_s:
             _, id, epoch = heappop(self._settling)
-            stay = self.stays.get(id)
-            if stay is not None and stay.task.epoch == epoch and stay.ripe:
-                self._set_settled(stay)
+            if self._goes_on(id, epoch) and self.stays[id].ripe:
+                self._set_settled(self.stays[id])
         while self._wake and self._wake[0][0] <= now_s:
             _, id = heappop(self._wake)
             if id in self.tasks:
@@ -200,11 +198,17 @@ class Board:
         The result is later than now, except before a round (`cycle`) has looked at the board.
         """
         at_s = min(self.leases_due_s, self.urgency.next_s())
-        if self._ripening:
-            at_s = min(at_s, self._ripening[0][0])
-        if self._settling:
-            at_s = min(at_s, self._settling[0][0])
+        for timers in (self._ripening, self._settling):
+            while timers and not self._goes_on(*timers[0][1:]):
+                heappop(timers)
+            if timers:
+                at_s = min(at_s, timers[0][0])
         return min(at_s, self._wake[0][0]) if self._wake else at_s
+
+    def _goes_on(self, id: str, epoch: int) -> bool:
+        """True if the task has kept its devices since a timer was set, and is not leaving them."""
+        stay = self.stays.get(id)
+        return stay is not None and stay.task.epoch == epoch and not stay.leaving
 
     # --- tenants and users ---
 

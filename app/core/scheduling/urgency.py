@@ -47,7 +47,13 @@ class Urgency:
 
     def next_s(self) -> float:
         """Return when time alone next makes a task urgent; NEVER if it will not."""
+        while self._aging and not self._may_age(*self._aging[0][1:]):
+            heappop(self._aging)
         return min(self._promise_due_s, self._aging[0][0]) if self._aging else self._promise_due_s
+
+    def _may_age(self, id: str, epoch: int) -> bool:
+        """True if the task still waits, as it did when its patience was noted."""
+        return id in self.tree and self.all_tasks[id].epoch == epoch
 
     def watch(self, task: BoardTask) -> None:
         if not self.policy.turns and task.width == 1:
@@ -69,8 +75,7 @@ class Urgency:
         """Return the waiting tasks that must go before all others now, longest due first."""
         while self._aging and self._aging[0][0] <= self.tree.now_s:
             due_s, id, epoch = heappop(self._aging)
-            task = self.all_tasks.get(id)
-            if task is not None and task.epoch == epoch and id in self.tree:
+            if self._may_age(id, epoch):
                 self._due[id] = min(due_s, self._due.get(id, NEVER))
         for id in [id for id in self._due if id not in self.tree]:
             del self._due[id]

@@ -337,7 +337,6 @@ class World:
         self._look_again_us: int | None = None
         self._device_us: Counter[str] = Counter()
         self._meter = Meter()
-        self._resized = False  # True if any task was ever resized
         self._waited_for: dict[str, list[str]] = {}
         members = Counter(arrival.lot for arrival in self.arrivals)
         self.lots = {id: ReplayedLot(rule, coming=members[id]) for id, rule in lots.items()}
@@ -368,7 +367,7 @@ class World:
 
     def next_us(self) -> int | None:
         """Return when something happens next; None if nothing ever will."""
-        while self._resized and self._events and self._outdated(self._events[0]):
+        while self._events and self._outdated(self._events[0]):
             heappop(self._events)
         at_us = self._look_again_us if self.tasks else None
         if self._events and (at_us is None or self._events[0][0] < at_us):
@@ -472,10 +471,10 @@ class World:
     # --- devices say what came true ---
 
     def _happen(self, event: _Event) -> None:
-        _, _, says, id, epoch = event
-        task = self.tasks.get(id)
-        if task is None or task.epoch != epoch:
+        if self._outdated(event):
             return
+        _, _, says, id, _ = event
+        task = self.tasks[id]
         if says == "Saved":
             self.board.set_task(changed(task, saved=True))
         elif says == "ready":
@@ -485,17 +484,21 @@ class World:
             self._spliced(task)
         elif says == "rung":
             self._reach_rung(task)
-        elif self._resized and self._outdated(event):
-            return
-        elif says == Move.Finished and self.now_us > self.runs[id].safe_us:
-            return  # the image is being made: the task does not step
-        elif task.state in ON_A_DEVICE:
+        else:
             self._let_go(task, says)
 
     def _outdated(self, event: _Event) -> bool:
-        """True if the event ends a task that was resized meanwhile and ends at another time."""
-        run = self.runs[event[3]]
-        return event[2] == Move.Finished and run.resizes > 0 and event[0] != run.ends_us
+        """True if the event will not happen: the task has left its devices, or stops stepping
+        before its end, or was resized and ends at another time.
+        """
+        at_us, _, says, id, epoch = event
+        task = self.tasks.get(id)
+        if task is None or task.epoch != epoch:
+            return True
+        if says != Move.Finished:
+            return False
+        run = self.runs[id]
+        return task.state not in ON_A_DEVICE or at_us > run.safe_us or at_us != run.ends_us
 
     def _take_seats(self, task: BoardTask) -> None:
         """Give a prepared task its devices once all of them are free."""
@@ -608,7 +611,6 @@ class World:
         """Have the task stop at a safe point and go on with its new devices."""
         run, more = self.runs[task.id], len(task.seats) - len(before.seats)
         run.resizes += 1
-        self._resized = True
         run.safe_us, run.cost = self.now_us + _us(self.costs.pause_s), cost
         if more > 0:  # the new devices are held from now on
             self._charge(before)
