@@ -135,9 +135,9 @@ class Board:
         # request -> its tasks that are on devices, or were paused to go on later
         self._begun: dict[str, dict[str, None]] = {}
         self._wake: list[tuple[float, str]] = []
-        # kind -> top branch -> devices of preemptible stays
-        self._ripe_tops: dict[str, Counter[Branch]] = {}
-        # kind -> (tree version, result of `ripe_tops`)
+        # kind -> top branch -> devices of the stays in `_unprotected`
+        self._unprotected_tops: dict[str, Counter[Branch]] = {}
+        # kind -> (tree version, result of `preemptible_tops`)
         self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}
         self.priorities: Counter[int] = Counter()  # priority -> number of tasks that have not ended
         # the tasks of `_pinned` and `_movable`, as they were entered there; some are in no queue
@@ -1095,7 +1095,6 @@ class Board:
         stay.ripe = True
         self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
         self._note_protection(stay)
-        self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
         at_s = settled_s(self.policy, stay)
         if at_s <= self.now_s:
             self._set_settled(stay)
@@ -1115,6 +1114,7 @@ class Board:
         devices = 0 if pool is None else len(pool.open)
         if self._unprotected_of.get(kind) != devices:
             self._unprotected[kind], self._unprotected_of[kind] = {}, devices
+            self._unprotected_tops[kind] = Counter()
             for stay in chain.from_iterable(stays.values() for stays in self.ripe.values()):
                 if stay.lane.kind == kind:
                     self._note_protection(stay)
@@ -1123,38 +1123,50 @@ class Board:
     def _note_protection(self, stay: BoardStay) -> None:
         if self.urgency.patience.protected(stay.task):
             self._drop_unprotected(stay)
-        else:
-            leaves = self._unprotected.setdefault(stay.lane.kind, {})
-            leaves.setdefault(stay.leaf, {})[stay.id] = stay
+            return
+        mine = self._unprotected.setdefault(stay.lane.kind, {}).setdefault(stay.leaf, {})
+        if stay.id not in mine:
+            mine[stay.id] = stay
+            tops = self._unprotected_tops.setdefault(stay.lane.kind, Counter())
+            tops[stay.leaf.top] += len(stay.devices)
 
     def _drop_unprotected(self, stay: BoardStay) -> None:
         leaves = self._unprotected.get(stay.lane.kind, {})
         mine = leaves.get(stay.leaf)
-        if mine is not None and mine.pop(stay.id, None) is not None and not mine:
+        if mine is None or mine.pop(stay.id, None) is None:
+            return
+        if not mine:
             del leaves[stay.leaf]
+        tops = self._unprotected_tops[stay.lane.kind]
+        tops[stay.leaf.top] -= len(stay.devices)
+        if not tops[stay.leaf.top]:
+            del tops[stay.leaf.top]
 
-    def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
-        """Return (score, branch) of top branches with preemptible stays, best served first."""
+    def preemptible_tops(self, kind: str) -> list[tuple[int, Branch]]:
+        """Return (score, branch) of top branches with `unprotected` stays, best served first."""
         tree = self.tree
         known = self._tops.get(kind)
         if known is None or known[0] != tree.version:
-            tops = [(tree.score(top, kind=kind), top) for top in self._ripe_tops.get(kind, ())]
+            self.unprotected(kind)
+            tops = [(tree.score(top, kind=kind), top) for top in self._unprotected_tops[kind]]
             tops.sort(key=itemgetter(0), reverse=True)
             known = self._tops[kind] = (tree.version, tops)
         return known[1]
 
     def better_served(self, kind: str, score: int, top: Branch) -> int:
-        """Count the devices of preemptible stays in other top branches that score above `score`."""
-        counts = self._ripe_tops[kind]
+        """Count the devices of `unprotected` stays in other top branches that score above
+        `score`.
+        """
+        counts = self._unprotected_tops[kind]
         return sum(
             counts[other]
-            for theirs, other in self.ripe_tops(kind)
+            for theirs, other in self.preemptible_tops(kind)
             if theirs > score and other is not top
         )
 
     def best_served(self, kind: str, top: Branch) -> int | None:
-        """Return the highest score of another top branch with preemptible stays, or None."""
-        for score, other in self.ripe_tops(kind):
+        """Return the highest score of another top branch with `unprotected` stays, or None."""
+        for score, other in self.preemptible_tops(kind):
             if other is not top:
                 return score
         return None
@@ -1170,11 +1182,6 @@ class Board:
         settled = self.settled.get(stay.leaf)
         if settled is not None and settled.pop(stay.id, None) is not None and not settled:
             del self.settled[stay.leaf]
-        tops = self._ripe_tops[stay.lane.kind]
-        tops[stay.leaf.top] -= len(stay.devices)
-        if not tops[stay.leaf.top]:
-            del tops[stay.leaf.top]
-            self._tops.pop(stay.lane.kind, None)
 
     def _true_up(self, stay: BoardStay) -> None:
         """Refund the part of a turn that a stay does not use because it ends early."""

@@ -760,7 +760,7 @@ def nobody_gains_until_s(board: Board) -> float:
         return board.now_s
     least = math.inf
     for kind in {lane.kind for lane in tree.lanes}:
-        ripe = board.ripe_tops(kind)
+        ripe = board.preemptible_tops(kind)
         claims = _claims(board, kind) if ripe else []
         for score, top in ripe:
             lowest = min((claim for claim, mine in claims if mine is not top), default=None)
