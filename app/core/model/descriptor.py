@@ -363,7 +363,8 @@ def _task(fields: Fields) -> TaskDescriptor:
         _check_command(fields, task)
     check_variables(fields, task.env, task.secrets, is_command=task.run.kind == "command")
     if task.collectives == NATIVE:
-        check_devices(fields, task.devices, task.world_size)
+        on = task.devices
+        check_devices(fields, task.world_size, least=on.min, most=on.max, kind=on.kind)
     if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
         told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
         fields.fault("islands", told)

@@ -8,12 +8,7 @@ other bits from three ranks on, so nothing ever changes from one to the other by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from app.core.model.fields import Fields
-
-if TYPE_CHECKING:
-    from app.core.model.descriptor import Devices
 
 EXACT, NATIVE = "exact", "native"
 ENGINES = (EXACT, NATIVE)
@@ -40,15 +35,15 @@ def read_collectives(fields: Fields, *, run_kind: str, world_size: int) -> str:
     return engine
 
 
-def check_devices(fields: Fields, devices: Devices, world_size: int) -> None:
-    """Report devices that native ranks cannot have."""
+def check_devices(fields: Fields, world_size: int, *, least: int, most: int, kind: str) -> None:
+    """Report devices that native ranks cannot have: from `least` to `most` of this kind."""
     out = f"or set `collectives: {EXACT}`, with which ranks may share a device"
-    if not devices.min == devices.max == world_size:
+    if not least == most == world_size:
         told = (
             f"must be {world_size}, one device for each rank, as min and max, since collectives "
             f"are {NATIVE}; {out}"
         )
         fields.fault("devices/min", told)
-    elif devices.kind not in KINDS:
+    elif kind not in KINDS:
         told = f"must be one of {', '.join(KINDS)}, since collectives are {NATIVE}; {out}"
         fields.fault("devices/kind", told)
