@@ -18,15 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 
+from workers.ranks.native.call_counters import CallCounters
 from workers.ranks.own_group import OwnGroup, untraced
-
-if TYPE_CHECKING:
-    from workers.ranks.native.rank import NativeRank
 
 BACKEND = "native"
 
@@ -157,13 +155,35 @@ def _future_of(inner: Any) -> torch.futures.Future[Any] | None:
     return future
 
 
+class GroupOwner(Protocol):
+    """The rank that holds groups, and makes what is inside them (`native.rank`)."""
+
+    counters: CallCounters
+    groups: list[NativeGroup]
+
+    def open(self, name: str, members: list[int]) -> tuple[str, int]:
+        """Return a name that no group had before, and its index in the gang's table."""
+
+    def build(self, group: NativeGroup, order: int) -> None:
+        """Make torch's own group inside this one."""
+
+    def close(self, group: NativeGroup) -> None: ...
+
+    def receive_from_any(
+        self, group: NativeGroup, tensors: list[torch.Tensor], tag: int
+    ) -> NativeWork: ...
+
+    def is_called_back(self) -> bool:
+        """True in a thread in which gloo completes calls."""
+
+
 @untraced
 class NativeGroup(OwnGroup):
     """A `torch.distributed` group over one of torch's own, `inner`, which may be away."""
 
     backend = BACKEND
 
-    def __init__(self, owner: NativeRank, options: Any) -> None:
+    def __init__(self, owner: GroupOwner, options: Any) -> None:
         super().__init__(options)
         self.owner = owner
         self.key, self.index = owner.open(self.title, self.ranks)
