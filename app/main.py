@@ -22,7 +22,6 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
-from app import pages
 from app.api import metrics as metric_routes
 from app.api import openapi, probes, problems
 from app.api.access import auth
@@ -56,6 +55,7 @@ from app.db import gc_freeze
 from app.db.transactions import bound_waits, engine, transaction
 from app.insight import explain
 from app.messaging.live_updates import changes
+from app.pages import site
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def create_app() -> FastAPI:
     for router in _routers():
         app.include_router(router)
     openapi.install(app)
-    pages.mount(app)
+    site.mount(app)
     app.add_middleware(BodyLimit, limit_of=_body_limit)
     app.add_middleware(AtOnce)
     app.add_middleware(KnownHosts, hosts=lambda: settings().hosts)

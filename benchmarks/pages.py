@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from fastapi.routing import APIRoute
 
-from app import pages
 from app.api.access import auth
 from app.db import transactions
 from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
+from app.pages import site
 from app.settings import settings
 from benchmarks import Target, quick, report
 from benchmarks.api_load import Service, fill, serving
@@ -179,7 +179,7 @@ def page_paths() -> list[str]:
     """Return the paths of all pages of the service, with {id} where they have one."""
     there = {
         route.path
-        for router in pages.routers()
+        for router in site.routers()
         for route in router.routes
         if isinstance(route, APIRoute) and "GET" in (route.methods or ())
     }

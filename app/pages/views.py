@@ -50,10 +50,11 @@ from app.identity import audit
 from app.insight import reports
 from app.insight.time_spent import time_spent
 from app.messaging.live_updates import ALL, changes
-from app.pages import STATIC, charts, forms, task_actions
+from app.pages import charts, forms, task_actions
 from app.pages.request_chart import request_chart
 from app.settings import settings
 
+STATIC = Path(__file__).parent / "static"
 HOME = "/ui/"
 CHANGED_EVERY_S = 1.0  # shortest time in s between two notices of changes to a page
 QUEUE_SHOWN = 10  # tasks shown on the overview, by place, among the QUEUE_READ oldest

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from app.pages import STATIC
+from app.pages.views import STATIC
 
 VENDOR = STATIC / "vendor"
 

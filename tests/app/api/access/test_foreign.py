@@ -20,11 +20,11 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import delete, func
 
-from app import pages
 from app.api.access import auth
 from app.db.models import Request, RequestEvent, Reservation, Webhook
 from app.main import app as service
 from app.messaging.live_updates import changes
+from app.pages import site
 from tests.app.conftest import BUNDLE, descriptor, sha256
 from tests.app.documented import (
     CHANNEL,
@@ -365,7 +365,7 @@ def _has(operation: Any, parameter: str) -> bool:
 
 # --- the pages ----------------------------------------------------------------------------------
 
-PAGES = {route.path for router in pages.routers() for route in router.routes}
+PAGES = {route.path for router in site.routers() for route in router.routes}
 #: addresses of the pages with what could name something of vision's: {} is its request
 ADDRESSES = {
     "/": ["/"],
