@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api import problems
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.errors import AppError, TooManyCalls, Unavailable
 from app.settings import settings
 

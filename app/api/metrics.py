@@ -31,7 +31,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.access import wrong_keys
-from app.api.access.auth import Authed, Caller
+from app.api.access.auth import Authed
+from app.api.access.caller import Caller
 from app.api.access.scoped import ScopedRoute, operation_id
 from app.api.problems import declared
 from app.db.transactions import Db

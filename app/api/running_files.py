@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api import problems
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.api.event_stream import open_streams
 from app.api.schemas.tasks import RunningFileOut, RunningFilesOut
 from app.api.tunnel_relay import CONNECT_S, DeviceLink

@@ -16,7 +16,8 @@ from fastapi import APIRouter, Depends, Form, Request, Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import IS_VALID, Caller, check_role
+from app.api.access.auth import IS_VALID, check_role
+from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paging

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy import not_, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.access.visibility import visible_request, visible_task
 from app.core.model import run_comparison

@@ -14,7 +14,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Caller, check_role
+from app.api.access.auth import check_role
+from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.cursors import Paging
 from app.api.routes import devices as of_devices

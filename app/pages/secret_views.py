@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.cursors import Paging
 from app.api.routes import secrets as of_secrets

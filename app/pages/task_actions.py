@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session, load_only
 
-from app.api.access.auth import SUBMITTERS, Caller
+from app.api.access.auth import SUBMITTERS
+from app.api.access.caller import Caller
 from app.api.access.tunnel_access import why_closed
 from app.api.access.visibility import may_act
 from app.core.model.checkpoints.migration import MOVABLE

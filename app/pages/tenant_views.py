@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.access.visibility import of_caller
 from app.api.routes import reservations as of_reservations

@@ -29,10 +29,10 @@ from app.api import problems
 from app.api.access import rate_limiting
 from app.api.access.auth import (
     COOKIE,
-    Caller,
     call_of,
     caller_of_cookie,
 )
+from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.access.scoped import operation_named
 from app.api.access.visibility import visible_request

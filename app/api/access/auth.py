@@ -17,7 +17,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from app.api.access import rate_limiting, wrong_keys
+from app.api.access.caller import Caller
 from app.api.access.calls_in_progress import calls_in_progress
 from app.api.access.credential_cache import callers
 from app.api.access.gate import in_thread
@@ -49,30 +50,6 @@ USES_EVERY_S = 60.0  # shortest time in s between two writes of `last_used_at`
 
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Describes the user or program that makes a call.
-
-    `scopes` are the scopes to which the caller's key is narrowed; None if it is not. `service`: the
-    caller is a program. `in_root`: the caller belongs to the root tenant, which owns no share and
-    so cannot submit work.
-    """
-
-    user_id: str
-    user_name: str
-    tenant_id: str
-    tenant_name: str
-    role: str
-    key_id: str
-    scopes: tuple[str, ...] | None = None
-    service: bool = False
-    in_root: bool = False
-
-    @property
-    def sees_all(self) -> bool:
-        return self.role == "platform_admin"
 
 
 # --- keys ---------------------------------------------------------------------------------------

@@ -11,15 +11,13 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import event
 from sqlalchemy.orm import Mapper, ORMExecuteState, Session, object_session
 
+from app.api.access.caller import Caller
 from app.db.models import ApiKey, Base, Tenant, User
-
-if TYPE_CHECKING:
-    from app.api.access.auth import Caller
 
 KNOWN_S = 1.0
 KEPT = 10_000

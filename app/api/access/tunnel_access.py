@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.api.access.visibility import may_act
 from app.core.model.descriptor import RUNS
 from app.core.model.provisions.tunnel import why_no_tunnel

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app.api.access.auth import Caller
+from app.api.access.caller import Caller
 from app.db import tenant_tree
 from app.db.models import Checkpoint, Delivery, Request, Task, User, Webhook
 from app.errors import Forbidden, NotFound

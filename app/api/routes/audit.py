@@ -14,7 +14,8 @@ from pydantic import Field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import AnyAdmin, Caller, PlatformAdmin
+from app.api.access.auth import AnyAdmin, PlatformAdmin
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router

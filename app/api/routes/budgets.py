@@ -10,7 +10,8 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from app.api import budget_values
-from app.api.access.auth import Authed, Caller, check_role
+from app.api.access.auth import Authed, check_role
+from app.api.access.caller import Caller
 from app.api.access.visibility import visible_user
 from app.api.budget_values import hours
 from app.api.middleware import v1_router

@@ -14,7 +14,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from app.api.access.auth import Authed, Caller, Submitter
+from app.api.access.auth import Authed, Submitter
+from app.api.access.caller import Caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared

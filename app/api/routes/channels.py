@@ -15,7 +15,8 @@ from pydantic import Field, SecretStr
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import AnyAdmin, Authed, Caller, Submitter, check_role
+from app.api.access.auth import AnyAdmin, Authed, Submitter, check_role
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router

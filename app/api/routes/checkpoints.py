@@ -8,7 +8,8 @@ from fastapi import Query
 from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller
+from app.api.access.auth import Authed
+from app.api.access.caller import Caller
 from app.api.access.visibility import task_to_act_on, visible, visible_request
 from app.api.middleware import v1_router
 from app.api.problems import declared

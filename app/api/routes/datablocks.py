@@ -14,7 +14,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session, aliased
 
 from app.api import downloads
-from app.api.access.auth import Authed, Caller, Submitter
+from app.api.access.auth import Authed, Submitter
+from app.api.access.caller import Caller
 from app.api.access.gate import in_thread
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged

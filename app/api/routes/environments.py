@@ -8,7 +8,8 @@ from fastapi import Query
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller, Submitter
+from app.api.access.auth import Authed, Submitter
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router

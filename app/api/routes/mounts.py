@@ -10,7 +10,8 @@ from fastapi import Path, Response
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller, PlatformAdmin
+from app.api.access.auth import Authed, PlatformAdmin
+from app.api.access.caller import Caller
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import KIND, Page

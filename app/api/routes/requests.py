@@ -15,7 +15,8 @@ from pydantic import AfterValidator, WithJsonSchema
 from sqlalchemy import Text, bindparam, func, literal_column, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller, Submitter
+from app.api.access.auth import Authed, Submitter
+from app.api.access.caller import Caller
 from app.api.access.gate import in_thread
 from app.api.access.visibility import of_caller, request_to_act_on, visible_request
 from app.api.cursors import Paged

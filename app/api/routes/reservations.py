@@ -12,7 +12,8 @@ from fastapi import Query, Response
 from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller, PlatformAdmin
+from app.api.access.auth import Authed, PlatformAdmin
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router

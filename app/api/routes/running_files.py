@@ -8,7 +8,8 @@ from fastapi import Query, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller
+from app.api.access.auth import Authed
+from app.api.access.caller import Caller
 from app.api.access.tunnel_access import why_secret
 from app.api.access.visibility import task_to_act_on
 from app.api.downloads import BINARY

@@ -13,7 +13,8 @@ from fastapi import Path, Query, Response
 from pydantic import Field, SecretStr
 from sqlalchemy import and_, or_, select
 
-from app.api.access.auth import Authed, Caller, Submitter, check_role
+from app.api.access.auth import Authed, Submitter, check_role
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router

@@ -13,7 +13,8 @@ from fastapi import Query, Request, Response
 from pydantic import AfterValidator
 
 from app.api import cursors
-from app.api.access.auth import Authed, Caller
+from app.api.access.auth import Authed
+from app.api.access.caller import Caller
 from app.api.cursors import Paged, PagedBy100
 from app.api.middleware import v1_router
 from app.api.problems import declared

@@ -38,7 +38,8 @@ from sqlalchemy import (
 from sqlalchemy.orm import Session, aliased
 
 from app.api import cursors
-from app.api.access.auth import Authed, Caller
+from app.api.access.auth import Authed
+from app.api.access.caller import Caller
 from app.api.access.gate import in_thread
 from app.api.access.visibility import visible_request
 from app.api.cursors import Cursor, PagedByItem

@@ -29,7 +29,8 @@ from sqlalchemy.orm.attributes import instance_dict
 
 from app.api import cursors, downloads
 from app.api.access import tunnel_access
-from app.api.access.auth import Authed, Caller
+from app.api.access.auth import Authed
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller, task_to_act_on, visible_task
 from app.api.cursors import Paged, PagedBy200
 from app.api.downloads import Download

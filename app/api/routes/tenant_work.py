@@ -7,7 +7,8 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import Authed, Caller, check_role
+from app.api.access.auth import Authed, check_role
+from app.api.access.caller import Caller
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.routes.tenants import visible_tenant

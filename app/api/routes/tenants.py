@@ -22,11 +22,11 @@ from app.api.access.auth import (
     NO_SECRET,
     AnyAdmin,
     Authed,
-    Caller,
     check_role,
     id_of,
     new_key,
 )
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller, visible_user
 from app.api.budget_values import budget_from
 from app.api.cursors import Paged

@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
 from pydantic import Field, StringConstraints, model_validator
 
-from app.api.access.auth import Authed, Caller, call_of
+from app.api.access.auth import Authed, call_of
+from app.api.access.caller import Caller
 from app.api.access.gate import in_thread
 from app.api.access.tunnel_access import why_secret
 from app.api.access.visibility import task_to_act_on

@@ -14,7 +14,8 @@ from pydantic import Field
 from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
-from app.api.access.auth import AnyAdmin, Authed, Caller, check_role
+from app.api.access.auth import AnyAdmin, Authed, check_role
+from app.api.access.caller import Caller
 from app.api.access.visibility import of_caller, visible, visible_request
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
