@@ -7,7 +7,7 @@ kept until the island has acknowledged all its events.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from app.core.device.device_records import StayRecord
 from app.core.device.stay_state import StayState
@@ -20,10 +20,6 @@ from app.core.security.redaction import NO_SECRETS, Redactor
 from workers.device.log_buffer import Log
 from workers.transfer.peer_auth import Sockets
 
-if TYPE_CHECKING:
-    from workers.device.processes.resident import Resident
-
-
 JSON = dict[str, Any]
 
 THINNED = (
@@ -31,6 +27,27 @@ THINNED = (
     f" {WHOLE_STEPS:,} steps: of some neighbouring rows only the lowest, highest and last value of"
     " each metric are kept"
 )
+
+
+class StayProcess(Protocol):
+    """The process of a stay (`processes.resident`), as far as a stay knows it."""
+
+    stay: Stay
+    peaks: dict[str, int]
+    memory_bytes: int
+    staged_us: int
+    idle_us: int
+    is_gone: bool
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def unstored(self) -> str: ...
+
+    def where(self) -> JSON: ...
+
+    def send(self, word: str, fds: list[int] | None = None, **said: Any) -> None: ...
 
 
 @dataclass
@@ -44,7 +61,7 @@ class Stay:
     # rows of metrics that no answer has confirmed
     rows: MetricRows = field(default_factory=MetricRows)
     is_thinning_told: bool = False
-    resident: Resident | None = None
+    resident: StayProcess | None = None
     resumed: str = "fresh"
     links: Sockets | None = None  # sockets to the other hosts of its gang, for its process
     expects: str = ""  # secret of the hosts that are to connect
@@ -155,7 +172,7 @@ class Stay:
         self.events.append(event)
 
     @property
-    def process(self) -> Resident | None:
+    def process(self) -> StayProcess | None:
         """Its process, if it has one now."""
         resident = self.resident
         return resident if resident is not None and resident.stay is self else None

@@ -36,7 +36,7 @@ class TunnelOpener:
         If the process is paused, it starts its end of the tunnel when it continues.
         """
         stay = self.stays.by_key.get((ticket.task, ticket.epoch))
-        resident = stay.process if stay is not None else None
+        resident = self.stays.find_resident(stay) if stay is not None else None
         if resident is None or resident.kill_reason or not resident.is_prepared:
             return NOT_HERE
         spec = resident.stay.spec

@@ -19,7 +19,7 @@ from app.core.device.device_machine import DeviceMachine
 from app.core.device.stay_state import StayState
 from workers.device.heartbeat import now_us
 from workers.device.processes.resident import Resident
-from workers.device.stay import Stay
+from workers.device.stay import Stay, StayProcess
 
 #: States of a function whose process may rest after it.
 BEFORE_REST = frozenset({StayState.SEATING, StayState.RUNNING})
@@ -52,6 +52,10 @@ class DeviceStays:
         """The resident that has had the slot for longest."""
         return next(iter(self.holders), None)
 
+    def find_resident(self, stay: Stay) -> Resident | None:
+        """Return the resident that runs this stay, if it has not ended."""
+        return next((r for r in self.residents.values() if r.stay is stay), None)
+
     def find_shared(self, key: str) -> Resident | None:
         """Return a process that may run a function of this key.
 
@@ -64,8 +68,8 @@ class DeviceStays:
         running = (r for r in alive if r.stay.state in BEFORE_REST)
         return next((r for r in alive if r.is_resting), next(running, None))
 
-    def kill(self, resident: Resident, reason: str) -> None:
-        self.give(KillAsked(process=resident.id, reason=reason))
+    def kill(self, process: StayProcess, reason: str) -> None:
+        self.give(KillAsked(process=process.id, reason=reason))
 
     def pause(self, stay: Stay) -> None:
         if self._is_newest(stay):

@@ -12,8 +12,7 @@ from app.core.model.protocol.messages import (
 from workers.device import store_io
 from workers.device.heartbeat import now_us
 from workers.device.prefetch import Lookout
-from workers.device.processes.resident import Resident
-from workers.device.stay import Stay
+from workers.device.stay import Stay, StayProcess
 from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.side_work import SideWork
 from workers.transfer.host_context import House
@@ -46,29 +45,29 @@ class LateInputs:
         """Fetch the late inputs whose location is known, once there is a process that can take
         them.
         """
-        if (resident := stay.process) is None:
+        if (process := stay.process) is None:
             return
         for port in (stay.lacks & stay.given.keys()) - stay.coming:
             stay.coming.add(port)
-            self._fetch_late(resident, port, stay.given[port])
+            self._fetch_late(process, port, stay.given[port])
 
-    def _fetch_late(self, resident: Resident, port: str, source: JSON) -> None:
+    def _fetch_late(self, process: StayProcess, port: str, source: JSON) -> None:
         self.side.aside(
             lambda: store_io.opened_in_time(source, self.house, self.lookout.came),
-            lambda opened: self._brought(resident, port, opened),
+            lambda opened: self._brought(process, port, opened),
         )
 
     def _brought(
-        self, resident: Resident, port: str, opened: tuple[int, str] | BaseException
+        self, process: StayProcess, port: str, opened: tuple[int, str] | BaseException
     ) -> None:
-        stay = resident.stay  # the process still runs the same task
+        stay = process.stay  # the process still runs the same task
         if isinstance(opened, BaseException):
             self._lacks_for_good(stay, port, opened)
             return
         fd, way = opened
-        if port in stay.lacks and not resident.is_gone:
+        if port in stay.lacks and not process.is_gone:
             stay.lacks.discard(port)
-            resident.send("block", [fd], port=port)
+            process.send("block", [fd], port=port)
             self._tell_came(stay, port, way, os.fstat(fd).st_size)
         os.close(fd)
 
