@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from app.core import units
-from app.core.model.protocol.wellformed import is_storable
+from app.core.model.storable_text import is_storable
 
 JSON = dict[str, Any]
 

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.core.model.protocol.wellformed import is_storable
 from app.core.model.provisions.registry_image import RegistryImage
+from app.core.model.storable_text import is_storable
 from app.storage.backend import make_private
 from workers.process.isolation import host_mounts
 from workers.process.isolation.helper_groups import HelperGroups

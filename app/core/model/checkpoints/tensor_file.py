@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Protocol, TypeVar
 
 from app.core.model.checkpoints.manifest import DTYPES
-from app.core.model.protocol.wellformed import is_storable
+from app.core.model.storable_text import is_storable
 
 JSON = dict[str, Any]
 

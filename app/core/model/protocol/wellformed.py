@@ -14,6 +14,7 @@ from typing import Any
 
 from app.core.model.device_choice import BUILD_STATES, NEED
 from app.core.model.failure_causes import MOST_PATTERN
+from app.core.model.storable_text import is_storable
 
 Check = Callable[[Any], bool]
 
@@ -39,13 +40,6 @@ class BadMessage(Exception):
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
-def is_storable(text: str) -> bool:
-    """True if Postgres can store the text: it has no NUL, and no half of a surrogate pair."""
-    if "\x00" in text:
-        return False
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _text(pattern: re.Pattern[str], *, or_none: bool = False) -> Check:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from app.core.model.fields import Fields
 from app.core.units import size
-
-if TYPE_CHECKING:  # it checks the words of `device_choice`, which compares resources
-    from app.core.model.fields import Fields
 
 JSON = dict[str, Any]
 
