@@ -26,19 +26,18 @@ import pickle
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import numpy
 import torch
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from workers.capture import data_loader, job_files, process_handles, tensors
+from workers.capture.graph_pickler import Capture, Reducer
 from workers.capture.paths import Refused, Uncapturable, find, named
-from workers.capture.rebuild import Name, Surroundings
+from workers.capture.rebuild import Surroundings
 from workers.capture.restore import (
     TRAILER_BYTES,
     make_generator,
@@ -47,7 +46,6 @@ from workers.capture.restore import (
     make_parametrized,
     named_here,
     set_module,
-    whats_named,
 )
 from workers.hardware.accelerator import Accelerator
 
@@ -114,7 +112,8 @@ def _pickled(
     world: dict[str, Any], around: Surroundings, root: str, *, whole: bool, weakly: bool = False
 ) -> tuple[memoryview, Capture]:
     out = io.BytesIO()
-    pickler, job = Capture(out, around, weakly=weakly), world["job"]
+    job, shared = world["job"], named_here(around)
+    pickler = Capture(out, around, named=shared, reducer_of=_reducer_of, weakly=weakly)
     try:
         _dump(pickler, world)
         pickler.must_not_overlap()
@@ -171,75 +170,6 @@ def _table(job: object, root: str, pickler: Capture) -> dict[str, list[Any]]:
             said = str(dtype).removeprefix("torch.")
             table[name] = [number, said, shape, stride, offset]
     return table
-
-
-Reducer = Callable[["Capture", Any], Any]
-
-
-class Capture(cloudpickle.Pickler):
-    """Pickles an object graph without the bytes of its storages; `storages` lists those by number.
-
-    If `weakly` is True, weak references are pickled; if False, they are only recorded in `weak`.
-    """
-
-    def __init__(self, out: io.BytesIO, around: Surroundings, *, weakly: bool = False) -> None:
-        super().__init__(out, protocol=5)
-        self.around, self.weakly = around, weakly
-        self.numbers: dict[tuple[str, int, int], int] = {}
-        self.storages: list[torch.UntypedStorage] = []
-        # lent storages have the numbers -1, -2, ...; no image holds them
-        self.lent: list[Name] = []
-        self.rows: dict[int, tensors.Row] = {}  # id -> location of a tensor or an array
-        self.weak: list[tuple[object, object]] = []
-        self.last: object = None
-        self.mapped: set[str] = set()  # paths of files that are changed through a memory map
-        self.stateful: dict[int, Any] = {}  # id of an iterator -> its StatefulDataLoader
-        self.unhooked: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._names = {id(obj): name for name, obj in named_here(around).items()}
-        self._reducers: dict[type, Reducer | None] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        self.last = obj
-        if (name := self._names.get(id(obj))) is not None:
-            return whats_named, (name,)
-        kind = type(obj)
-        try:
-            reduce = self._reducers[kind]
-        except KeyError:
-            reduce = self._reducers[kind] = _reducer_of(kind)
-        return NotImplemented if reduce is None else reduce(self, obj)
-
-    def as_cloudpickle_does(self, obj: Any) -> Any:
-        return super().reducer_override(obj)
-
-    def number(self, storage: torch.UntypedStorage) -> int:
-        """Return a storage's number.
-
-        Storages are equal by device, address and size, empty ones by identity.
-        """
-        size, where = storage.nbytes(), str(storage.device)
-        key = (where, storage.data_ptr(), size) if size else (where, -storage._cdata, 0)
-        number = self.numbers.get(key)
-        if number is None:
-            number = self.numbers[key] = self._new_number(storage)
-        return number
-
-    def _new_number(self, storage: torch.UntypedStorage) -> int:
-        if (name := self.around.lent.name_of(storage)) is not None:
-            self.lent.append(name)
-            return -len(self.lent)
-        self.storages.append(storage)
-        return len(self.storages) - 1
-
-    def must_not_overlap(self) -> None:
-        """Refuse two storages over the same memory, which a restore would separate."""
-        for (where, before, size), later in itertools.pairwise(sorted(self.numbers)):
-            if size and where == later[0] and before + size > later[1]:
-                raise Refused(
-                    self.storages[self.numbers[later]],
-                    "memory that a tensor and a part of a numpy array share",
-                    "Create the tensor from the whole array, or copy the part.",
-                )
 
 
 def _reducer_of(kind: type) -> Reducer | None:

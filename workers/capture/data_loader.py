@@ -20,7 +20,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -41,11 +41,9 @@ from torch.utils.data.dataloader import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from workers.capture.graph_pickler import Capture
 from workers.capture.paths import Refused
 from workers.capture.rebuild import known
-
-if TYPE_CHECKING:
-    from workers.capture.capture import Capture
 
 JSON = dict[str, Any]
 

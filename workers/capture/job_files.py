@@ -23,17 +23,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
+from workers.capture.graph_pickler import Capture
 from workers.capture.paths import Refused
 from workers.capture.rebuild import Surroundings, current, known
 from workers.hardware.storages import memory_of
-
-if TYPE_CHECKING:
-    from workers.capture.capture import Capture
 
 FILES_LIMIT = 10_000
 SETTLED_NS = (

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import OrderedDict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,9 @@ from torch._C._distributed_c10d import HashStore, _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
 
+from workers.capture.graph_pickler import Capture
 from workers.capture.paths import Refused
 from workers.capture.rebuild import known
-
-if TYPE_CHECKING:
-    from workers.capture.capture import Capture
 
 # --- process groups -------------------------------------------------------------------------------
 

@@ -106,3 +106,8 @@ def rebuilding(what: Loading) -> Iterator[None]:
         yield
     finally:
         _loading.pop()
+
+
+@known
+def whats_named(name: str) -> object:
+    return current().named[name]

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 # These modules are imported so that images find the functions of each.
 from workers.capture import data_loader, job_files, process_handles, tensors  # noqa: F401
-from workers.capture.rebuild import Loading, Surroundings, current, known, rebuilding
+from workers.capture.rebuild import Loading, Surroundings, known, rebuilding
 from workers.hardware.accelerator import Accelerator, default_generators
 
 TRAILER_BYTES = 8  # the last bytes of a graph, which say where the header begins
@@ -68,11 +68,6 @@ def named_here(around: Surroundings) -> dict[str, object]:
         "numpy.random": numpy.random.mtrand._rand,
         **default_generators(),
     }
-
-
-@known
-def whats_named(name: str) -> object:
-    return current().named[name]
 
 
 @known

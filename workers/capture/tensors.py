@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -23,15 +23,11 @@ from torch._utils import _get_obj_state, _set_obj_state
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from workers.capture import job_files
+from workers.capture.graph_pickler import Capture
 from workers.capture.paths import Refused
 from workers.capture.rebuild import current, known
 
-if TYPE_CHECKING:
-    from workers.capture.capture import Capture
-
 Array = numpy.ndarray[Any, Any]
-# storage number, dtype, shape, stride, offset
-Row = tuple[int, Any, tuple[int, ...], tuple[int, ...], int]
 
 REQUIRES_GRAD, CONJUGATED, NEGATED = 1, 2, 4
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
