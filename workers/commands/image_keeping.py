@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from app.core.model.descriptor import TaskDescriptor
 from workers.commands import working_folder
+from workers.commands.freezer import Tree
+from workers.commands.inputs_outputs import Progress
+from workers.commands.stored_processes import FirstProcess
 from workers.commands.stub_thread import StubThread, tell_owner
+from workers.commands.wakeups import Wakeups
 from workers.commands.working_folder import FolderImage, FolderTooLarge, WorkingFolder
 from workers.process import slab as slabs
+from workers.process.slab import Slab
+from workers.process.task_start import TaskStart
 from workers.residents.images import SAVES_APART_S
-
-if TYPE_CHECKING:
-    from workers.commands.runner import Stub
 
 JSON = dict[str, Any]
 
 # a running command is stopped for images for at most one part in so many of its time
 STANDS_ONE_IN = 50
+
+
+class KeptCommand(Protocol):
+    """A command as its images see it (`runner.Stub`)."""
+
+    slab: Slab
+    start: TaskStart
+    step: int
+    is_seated: bool
+    is_stopped: bool
+    is_in_doubt: bool
+    held: set[str]
+    wishes: set[str]
+    status: int | None
+    stood_s: float
+    processes: list[FirstProcess]
+    tree: Tree
+    progress: Progress
+    wakeups: Wakeups
+
+    @property
+    def spec(self) -> TaskDescriptor: ...
+
+    def say(self, word: str, **said: Any) -> None: ...
+    def listen(self, timeout_s: float | None, *more: int) -> None: ...
+    def stands(self) -> bool: ...
+    def comes_to_point(self) -> bool: ...
+    def hold(self, why: str) -> None: ...
+    def let_go(self, why: str) -> None: ...
+    def count_stop(self) -> None: ...
+    def describe_for_image(self) -> JSON: ...
+    def processes_to_store(self) -> JSON: ...
+    def tell_not_stored(self, why: str) -> None: ...
 
 
 class Keeping:
@@ -30,7 +66,7 @@ class Keeping:
     While the command is paused, everything is copied at once, as nothing changes.
     """
 
-    def __init__(self, stub: Stub, folder: WorkingFolder) -> None:
+    def __init__(self, stub: KeptCommand, folder: WorkingFolder) -> None:
         self.stub, self.folder = stub, folder
         self._thread = StubThread()
         self.last_step: int | None = None  # step of the newest image that is stored or on its way
@@ -164,15 +200,7 @@ class Keeping:
         stub.hold("copy")
         stub.count_stop()
         self.last_step, self._ranked = stub.step, stub.progress.ranked
-        about: JSON = {"restarts": stub.restarts, "ranks": stub.spec.world_size}
-        about["stopped"] = sorted(stub.tree.stopped_before)
-        about["away"], about["device"] = stub.devices.away, stub.devices.here
-        about["steps"] = asdict(stub.progress.steps)
-        if stub.status is not None and not stub._is_again(stub.status):
-            about["status"] = stub.status
-        if stub.rank_tree is not None and stub.gang is not None:
-            stub.mind_ends()
-            about["tree"] = {**stub.rank_tree.about, "gang": asdict(stub.gang.inside)}
+        about = stub.describe_for_image()
         mapped = stub.tree.written_maps(self.folder.path)
         self.folder.is_abandoned = False
         self.has_beside = bool(self.folder.beside) and self.may_have_processes()

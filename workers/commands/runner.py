@@ -35,7 +35,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +301,19 @@ class Stub:
         while self.adopted is None:
             self.listen(None)
         return self.adopted
+
+    def describe_for_image(self) -> JSON:
+        """Return what an image says about the command; `_fill` reads it."""
+        about: JSON = {"restarts": self.restarts, "ranks": self.spec.world_size}
+        about["stopped"] = sorted(self.tree.stopped_before)
+        about["away"], about["device"] = self.devices.away, self.devices.here
+        about["steps"] = asdict(self.progress.steps)
+        if self.status is not None and not self._is_again(self.status):
+            about["status"] = self.status
+        if self.rank_tree is not None and self.gang is not None:
+            self.mind_ends()
+            about["tree"] = {**self.rank_tree.about, "gang": asdict(self.gang.inside)}
+        return about
 
     def processes_to_store(self) -> JSON:
         """Return what the image must say about the processes; {} if it is to have none. The
