@@ -32,11 +32,12 @@ test-fast: setup  ## tests of core and app that start no processes, with fewer e
 coverage: setup  ## which lines of app the same tests reach
 	$(BIN)/python -m pytest -q $(FAST) --cov app --cov-report term
 
-check: setup  ## form, types, who imports whom, and that the migrations give the models' schema
+check: setup  ## form, types, who imports whom and in no circle, and that the migrations give the models' schema
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_import_circles.py
 	$(BIN)/python -m app.local.embedded_servers sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
 
 SEEDS := 20
