@@ -339,7 +339,7 @@ def _run_executor(handles: Any, rank: int) -> float:
     from benchmarks.overhead import resident
     from workers.graph.executor_job import LoadedExecutor
     from workers.residents import stages
-    from workers.residents.coordinator import Member
+    from workers.residents.member import Member
 
     began_s, ran = 0.0, 0
 

@@ -19,7 +19,6 @@ image: its graph says how many storages belong to which rank, and each rank's gr
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import select
@@ -28,10 +27,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.core.device.gang_watch import GangWatch
 from app.core.model.graphs.task_graph import worth_telling
@@ -41,82 +40,19 @@ from workers.process.isolation import sandbox
 from workers.process.slab import INDEX_LIMIT_BYTES, Slab
 from workers.process.wire import Wire, pair
 from workers.ranks import turns
-from workers.ranks.rank import Rank
 from workers.ranks.shared_memory import Arena, Handles
 from workers.ranks.standings import standings
-
-if TYPE_CHECKING:
-    from workers.residents.work import Work
+from workers.residents.member import Member
+from workers.residents.work import Work
 
 JSON = dict[str, Any]
 
 HEAD_BYTES = 2**20  # bytes at the start of the slab: the table of how many storages each rank has
-COLLECTIVE_S = 1800.0  # as long as torch itself waits for a collective
 LATE_S = 30.0  # seconds from a call to a cut until the log names the late ranks
 LOOK_S = 0.05
 WATCH_S = 0.5  # how often the gang is looked at for a rank that is behind
 #: The gang makes these reports only when all ranks have made them; for images, in the same attempt.
 TOGETHER = ("prepared", "paused", "saving")
-
-
-# --- a rank's side --------------------------------------------------------------------------------
-
-
-class Member:
-    """Connects a rank's own process with its gang.
-
-    `collective` is False for ranks that are the executors of a graph: they have no process group.
-    """
-
-    def __init__(self, handles: Handles, rank: int, *, collective: bool = True) -> None:
-        # no time limit, as one node may take hours
-        timeout_s = COLLECTIVE_S if collective else math.inf
-        self.rank = Rank(
-            handles, rank, timeout_s=timeout_s, squash=collective, apart=not collective
-        )
-        self.collective = collective
-        self._is_away = False
-
-    def begin(self) -> None:
-        """Wait for the first turn; afterwards the default process group exists."""
-        if self.collective:
-            self.rank.begin()
-        else:
-            self.rank.turns.join()
-
-    def end(self) -> None:
-        self.rank.end()
-
-    @contextmanager
-    def away(self, text: str) -> Iterator[None]:
-        """Let the other ranks run while this rank waits for an order; such waits may be nested."""
-        if self._is_away:
-            yield
-            return
-        with self.rank.turns.away(text):
-            self._is_away = True
-            try:
-                yield
-            finally:
-                self._is_away = False
-
-    @contextmanager
-    def between(self, step: int, at_cut: Callable[[], None]) -> Iterator[None]:
-        """Stop at the safe point before step `step`. If a cut lies there, give the turn away and
-        run `at_cut`.
-
-        `at_cut` returns when the ranks have learned why all of them had to stop there.
-        """
-        self.rank.boundary(step)
-        own = self.rank.turns
-        if not own.is_cut(step):
-            yield
-            return
-        cut = own.cut
-        with self.away(f"the cut before step {step}"):
-            at_cut()
-            own.leave_cut(cut)
-            yield
 
 
 # --- where a rank's image lies --------------------------------------------------------------------

@@ -8,15 +8,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, Protocol, cast
 
-from workers.capture.capture import Captured, capture
+from workers.capture.capture import Captured, Surroundings, capture
 from workers.graph.runner import GraphJob
 from workers.hardware import preset
+from workers.hardware.accelerator import Accelerator
+from workers.hardware.dirty_pages import Watch
 from workers.process import slab as slabs
 from workers.process.image_layout import Layout
+from workers.process.slab import Slab
 from workers.residents.endings import JSON, Abandoned, told_as_ending
-from workers.residents.work import Work
 from workers.switching.offload import Absence
 from workers.switching.staging import Staging
 
@@ -41,6 +43,34 @@ class Lies:
         return {"layout": layout, "fingerprint": self.fingerprint, "tensors": tensors}
 
 
+class NextOutput(Protocol):
+    def next(self) -> None:
+        """Send the next output, now that no image is leaving."""
+
+
+class ImagedTask(Protocol):
+    """What images need of their task (`work.Work`)."""
+
+    slab: Slab
+    watch: Watch | None
+    accelerator: Accelerator
+    around: Surroundings
+    job: Any
+    step: int
+    ranked: JSON
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def is_rank(self) -> bool: ...
+
+    @property
+    def outgoing(self) -> NextOutput: ...
+
+    def say(self, word: str, **said: Any) -> None: ...
+
+
 class Images:
     """Makes the job's images, one at a time: stages each into the slab and tells the supervisor.
 
@@ -48,7 +78,7 @@ class Images:
     want the device memory.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: ImagedTask) -> None:
         self.work, self.staging = work, Staging(work.slab, work.watch, work.accelerator)
         self.absence = Absence(work.slab, work.accelerator, self.staging.pinned)
         self.lies: Lies | None = None  # True while no step runs
@@ -182,7 +212,7 @@ class Images:
         about: JSON = {"at_step": lies.step, "round": lies.round}
         if lies.ranked:
             about["ranked"] = lies.ranked
-        if self.work.member is not None:
+        if self.work.is_rank:
             about["lacks"] = lies.lacks
         index = lies.index()
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.graph.executor_job import ExecutorJob
 from workers.graph.runner import GraphJob
-from workers.residents import inbox, orders, outputs
+from workers.residents import inbox, orders
 from workers.residents.endings import as_ending
 from workers.residents.work import Work
 from workers.switching import context_switch
@@ -99,7 +99,7 @@ class FirstExecutor:
         if self.work.arrived:
             self.still_s = None  # an executor may run with the new input
         _take_arrived(self.work, self.job)
-        outputs.give_early(self.work)
+        self.work.outgoing.give_early()
 
     def has_news(self) -> bool:
         return self.must_stop() or self.work.wire.wait(0) or self._may_ask() or self._may_leave()

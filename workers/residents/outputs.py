@@ -8,15 +8,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from workers.capture.capture import Uncapturable
+from app.core.model.descriptor import TaskDescriptor
+from workers.capture.capture import Surroundings, Uncapturable
 from workers.capture.tensor_io import Published, Unpublishable
 from workers.graph.executor_job import ExecutorJob
+from workers.hardware.accelerator import Accelerator
+from workers.residents.context import Context
 from workers.residents.endings import JSON, Abandoned, Ending, uncapturable
 from workers.residents.shared_process import WRITER
-from workers.residents.work import Work
 from workers.switching import context_switch
 from workers.switching.context_switch import Spare
 from workers.switching.image_file import Image
@@ -41,6 +44,32 @@ class Output:
         return {"what": self.what, "early": self.early, **sizes}
 
 
+class LeavingImage(Protocol):
+    busy: bool  # an image is in the slab or on its way there
+
+
+class SendingTask(Protocol):
+    """What outputs need of their task (`work.Work`)."""
+
+    bulk: socket.socket
+    accelerator: Accelerator
+    around: Surroundings
+    ctx: Context
+    job: Any
+    step: int
+
+    @property
+    def spec(self) -> TaskDescriptor: ...
+
+    @property
+    def is_rank(self) -> bool: ...
+
+    @property
+    def images(self) -> LeavingImage: ...
+
+    def say(self, word: str, **said: Any) -> None: ...
+
+
 class Outgoing:
     """Sends outputs to the store, one after the other; `settled` has the answers.
 
@@ -49,7 +78,7 @@ class Outgoing:
     because other tasks may wait for each output. No image is sent at the same time.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: SendingTask) -> None:
         self.work = work
         self.waiting, self.leaving = deque[Output](), dict[str, Output]()
         self.spare = Spare()
@@ -81,6 +110,15 @@ class Outgoing:
         )
         self.waiting.append(output)
         self.next()
+
+    def give_early(self) -> None:
+        """Store the outputs of a graph as soon as they are made.
+
+        Another task that waits for several outputs starts when the last of them is stored.
+        """
+        for name, value in self.work.job.made().items():
+            if name in self.work.spec.outputs:
+                self.put(value, name)
 
     def kept(self, message: JSON, files: list[int]) -> None:
         output = self.leaving.pop(message["what"])
@@ -135,7 +173,7 @@ class Outgoing:
         """True if the next output may be sent; in a gang only after the previous one is stored."""
         if not self.waiting or self.is_held:
             return False  # the task may be over by now
-        return not (self.work.images.busy or (self.work.member and self.leaving))
+        return not (self.work.images.busy or (self.work.is_rank and self.leaving))
 
     def _write_all(self) -> None:
         with contextlib.suppress(Abandoned):  # the main thread will notice
@@ -162,18 +200,8 @@ def _write(bulk: socket.socket, body: Image | Published) -> None:
             bulk.sendall(piece)
 
 
-def give_early(work: Work) -> None:
-    """Store the outputs of a graph as soon as they are made.
-
-    Another task that waits for several outputs starts when the last of them is stored.
-    """
-    for name, value in work.job.made().items():
-        if name in work.spec.outputs:
-            work.outgoing.put(value, name)
-
-
 def _output(
-    work: Work, value: object, root: str, new: Callable[[int], torch.UntypedStorage]
+    work: SendingTask, value: object, root: str, new: Callable[[int], torch.UntypedStorage]
 ) -> Image | Published:
     try:
         if root in work.spec.publish:

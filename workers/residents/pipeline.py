@@ -28,7 +28,7 @@ from workers.hardware.storages import follow_lending
 from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
-from workers.residents import progress, remote_ranks, shared_process, stages
+from workers.residents import progress, remote_ranks, stages
 from workers.residents.endings import Abandoned, Ending
 from workers.residents.work import Work
 
@@ -86,7 +86,7 @@ def run_stages(work: Work) -> int:
             stage(work)
     except Ending as ending:
         said = ending.message
-        if work.start.rests and shared_process.goes_on(work, ending):
+        if work.start.rests and _goes_on(work, ending):
             said["rests"] = work.is_resting = True
         with contextlib.suppress(Abandoned):
             if work.rows:  # of the steps before the failure
@@ -95,3 +95,12 @@ def run_stages(work: Work) -> int:
     except Abandoned:
         return 1
     return 0
+
+
+def _goes_on(work: Work, ending: Ending) -> bool:
+    """Make the process ready for its next function; False if it cannot run one.
+
+    It cannot if something other than the function ended the call, or if an output still leaves.
+    """
+    is_own = ending.message["is"] == "finished" or ending.message.get("cause") == "exception"
+    return is_own and not work.outgoing.busy and work.shared.make_ready()

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
-from typing import TYPE_CHECKING
 
 from workers.graph.runner import GraphJob
 from workers.residents.endings import JSON
-
-if TYPE_CHECKING:
-    from workers.residents.work import Work
-
+from workers.residents.work import Work
 
 REPORT_S = 0.2  # seconds between two reports of progress and metrics, at least
 FULL_S = 0.05  # the same if a whole message of rows waits

@@ -19,16 +19,13 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
 from workers.hardware import preset
-from workers.residents.endings import JSON, Ending
-
-if TYPE_CHECKING:
-    from workers.residents.work import Work
+from workers.residents.endings import JSON
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +105,22 @@ class SharedProcess:
         self.streams = sys.stdout, sys.stderr
         self.kernel = KernelState.read()
 
+    def make_ready(self) -> bool:
+        """Make the process ready for its next function; False if it cannot run one, since nothing
+        was noted, the call left a thread, or something cannot be set back.
+        """
+        if not self.streams:
+            return False
+        left = (thread for thread in threading.enumerate() if thread not in self.threads)
+        if any(thread.name != WRITER for thread in left):
+            return False
+        try:
+            self.give_back()
+        except Exception as error:  # whatever it is, the next function would begin in its midst
+            log.info("its process runs no other function: %s: %s", type(error).__name__, error)
+            return False
+        return True
+
     def give_back(self) -> None:
         """Undo what a call did to the process, as far as possible."""
         self.is_used = True
@@ -142,23 +155,3 @@ class SharedProcess:
                 shutil.rmtree(entry.name)
             else:
                 os.unlink(entry.name)
-
-
-def goes_on(work: Work, ending: Ending) -> bool:
-    """Make the process ready for its next function; False if it cannot run one.
-
-    It cannot if something other than the function ended the call, or if the call left a thread.
-    """
-    shared = work.shared
-    is_own = ending.message["is"] == "finished" or ending.message.get("cause") == "exception"
-    if not (is_own and shared.streams) or work.outgoing.busy:
-        return False
-    left = (thread for thread in threading.enumerate() if thread not in shared.threads)
-    if any(thread.name != WRITER for thread in left):
-        return False
-    try:
-        shared.give_back()
-    except Exception as error:  # whatever it is, the next function would begin in its midst
-        log.info("its process runs no other function: %s: %s", type(error).__name__, error)
-        return False
-    return True

@@ -33,7 +33,6 @@ from workers.residents import (
     inbox,
     late_inputs,
     orders,
-    outputs,
     progress,
     safe_point,
 )
@@ -253,7 +252,7 @@ def run(work: Work) -> None:
     checked = work.start.image is not None
     if work.is_graph and work.member is None:
         # store outputs of the image again, in case they were not stored before
-        outputs.give_early(work)
+        work.outgoing.give_early()
     while work.ctx.result is None:
         one_step(work)
         if not checked and work.ctx.result is None:
@@ -278,7 +277,7 @@ def one_step(work: Work) -> None:
         raise as_ending(error) from error
     work.step = work.job.count if work.is_graph else work.step + 1
     if work.is_graph and work.member is None:
-        outputs.give_early(work)
+        work.outgoing.give_early()
     if progress.is_due(work):
         progress.report(work)
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.graphs.task_graph import TaskGraph
@@ -16,6 +16,7 @@ from app.core.model.metric_rows import MetricRows
 from app.core.placement.executors import ExecutorSpread
 from workers.capture.capture import Surroundings
 from workers.capture.tensor_io import Lent
+from workers.graph.executor_job import PartitionLink
 from workers.graph.runner import GraphJob
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.dirty_pages import Watch
@@ -23,14 +24,11 @@ from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
 from workers.residents.context import Context
-from workers.residents.coordinator import Member
 from workers.residents.endings import JSON, Abandoned, Ending
+from workers.residents.images import Images
+from workers.residents.member import Member
+from workers.residents.outputs import Outgoing
 from workers.residents.shared_process import SharedProcess
-
-if TYPE_CHECKING:
-    from workers.residents.images import Images
-    from workers.residents.late_inputs import FirstExecutor
-    from workers.residents.outputs import Outgoing
 
 
 @dataclass
@@ -67,7 +65,7 @@ class Work:
     arrived: dict[str, int] = field(default_factory=dict)
     seated_s: float = 0.0  # when the task last took the slot, except after slices of others
     patience_s: float = 0.0  # how long the task may wait for an input in the slot
-    outside: FirstExecutor | None = None  # set in the first executor of a partition
+    outside: PartitionLink | None = None  # set in the first executor of a partition
     base_bytes: int = 0
     # True if the task gave its slot up only for slices of co-located tasks, and will soon be back
     is_back_soon: bool = False
@@ -98,6 +96,11 @@ class Work:
     @property
     def is_graph(self) -> bool:
         return self.spec.run.kind == "graph"
+
+    @property
+    def is_rank(self) -> bool:
+        """True in the process of a gang's rank."""
+        return self.member is not None
 
     @property
     def state(self) -> Any:

@@ -13,8 +13,9 @@ from workers.hardware.accelerator import Accelerator
 from workers.process.slab import Slab, made
 from workers.process.wire import Trust, TrustSeen, Wire, pair
 from workers.ranks.shared_memory import close, make
-from workers.residents import coordinator, orders
+from workers.residents import orders
 from workers.residents.images import Images
+from workers.residents.member import Member
 from workers.residents.outputs import Outgoing
 from workers.residents.work import Work
 
@@ -30,7 +31,7 @@ def test_rank_makes_its_image_at_the_cut_though_an_output_is_leaving(tmp_path):
     work.accelerator, work.ctx = Accelerator("cpu"), SimpleNamespace(result=None)
     work.around = Surroundings(code=tmp_path, scratch=tmp_path, ctx=work.ctx)
     work.outgoing, work.images = Outgoing(work), Images(work)
-    work.member = coordinator.Member(handles, 0, collective=False)
+    work.member = Member(handles, 0, collective=False)
     work.job, work.step = {"weights": torch.ones(3)}, 5
 
     def said():

@@ -324,7 +324,7 @@ def is_imaged() -> bool:
         around=Surroundings(),
         step=1,
         job=None,
-        member=None,
+        is_rank=False,
         ranked={},
         say=lambda *what, **more: told.set(),
     )
