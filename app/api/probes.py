@@ -156,7 +156,6 @@ _limiters: RunVar[dict[str, CapacityLimiter]] = RunVar("checkers")
 def _database_checks() -> dict[str, Check]:
     asked: dict[str, Callable[[Session], Check]] = {
         "postgres": _takes_rows,
-        "schema": _schema,
         "islands": _islands,
         "devices": _devices,
         "sandbox": _sandbox,
@@ -164,7 +163,10 @@ def _database_checks() -> dict[str, Check]:
     }
     try:
         with transaction() as session:
-            found = {name: ask(session) for name, ask in asked.items()}
+            schema = _schema(session)
+            if not schema.ok:
+                return {"schema": schema}  # the other questions may not fit it
+            found = {"schema": schema} | {name: ask(session) for name, ask in asked.items()}
             newest = select(Bundle.sha256).order_by(Bundle.created_at.desc()).limit(1)
             _known_bundle[:] = session.scalars(newest).all()
             return found
@@ -197,9 +199,12 @@ def _head() -> str:
 
 def _schema(session: Session) -> Check:
     if not session.scalar(text("select to_regclass('alembic_version')")):
-        return Check(ok=False, detail=f"no schema; expected revision {_head()}")
+        return Check(ok=False, detail="no schema: `python -m app.local.seed KEYS_FILE` makes it")
     found = session.scalar(text("select version_num from alembic_version"))
-    return Check(ok=found == _head(), detail=f"at revision {found}; the newest is {_head()}")
+    detail = f"at revision {found}; the newest is {_head()}"
+    if found != _head():
+        return Check(ok=False, detail=f"{detail}: `alembic upgrade head` brings it there")
+    return Check(ok=True, detail=detail)
 
 
 def _islands(session: Session) -> Check:

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,8 +67,10 @@ class ApiProblem(ClientError):
 
 
 class Unreachable(ClientError):
-    def __init__(self, url: str, cause: Exception) -> None:
-        self.url, self.cause = url, cause
+    """Says that no service answers at `url`; `hint` is what a reader may check for this cause."""
+
+    def __init__(self, url: str, cause: Exception, hint: str = "") -> None:
+        self.url, self.cause, self.hint = url, cause, hint
         self.proxy = proxies.in_words(url)
         super().__init__(f"{url} does not answer: {cause or type(cause).__name__}")
 
@@ -506,6 +509,11 @@ def _problem(response: httpx2.Response) -> ApiProblem:
         proxy = proxies.in_words(str(response.url))
         via = f"from the proxy of {proxy}, or from behind it: " if proxy else ""
         body = {"title": response.reason_phrase, "detail": f"{via}{response.text[:200]}"}
+        if response.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            body["detail"] = (
+                f"{via}a proxy before the service refuses calls of this size. It must take"
+                f" {PART_BYTES // 2**20} MiB and a little more (client_max_body_size of nginx)."
+            )
     return ApiProblem(response.status_code, body, retry_after_s=_seconds(response))
 
 

@@ -1352,4 +1352,6 @@ def unreachable(error: Unreachable) -> Text:
     if error.proxy:
         text.append("\n  ").append_text(words(f"It was called through the proxy of {error.proxy}."))
         return text.append("\n  Is the proxy right?  NO_PROXY=HOST calls HOST without it.")
+    if error.hint:
+        return text.append("\n  ").append_text(words(error.hint))
     return text.append("\n  Is it running (make up)?  Is the address right (roundhouse whoami)?")

@@ -23,6 +23,11 @@ from app.core.model.provisions.tunnel import (
     message_of,
 )
 
+NO_WEBSOCKETS = (
+    "A proxy before the service must pass WebSockets on: docs/howto/behind_a_proxy.md has a"
+    " configuration that does."
+)
+
 #: A function that gives received bytes to the local side, and waits until they are taken.
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -74,7 +79,9 @@ class UserEnd:
             ) as socket:
                 await socket.send(made["ticket"])
                 yield cls(socket, news)
-        except (InvalidHandshake, InvalidURI, ConnectionClosed, OSError) as error:
+        except InvalidHandshake as error:
+            raise Unreachable(client.url, error, NO_WEBSOCKETS) from error
+        except (InvalidURI, ConnectionClosed, OSError) as error:
             raise Unreachable(client.url, error) from error
 
     def channel(self, number: int, write: Write) -> UserChannel:

@@ -262,6 +262,15 @@ class TestMeta:
             "detail": "the database is read-only now, and takes no change",
         }
 
+    def test_database_without_a_schema_is_told_with_what_makes_one(self, as_, session):
+        session.execute(text("alter table alembic_version rename to elsewhere"))
+        session.execute(text("alter table devices rename to old_devices"))
+        check = self._check(as_, "schema")
+        assert check == {
+            "ok": False,
+            "detail": "no schema: `python -m app.local.seed KEYS_FILE` makes it",
+        }
+
     @pytest.mark.parametrize("fault", ["gone", "no folder", "another one"])
     def test_store_that_takes_no_object_is_told(self, as_, session, tmp_path, monkeypatch, fault):
         address = tmp_path / "store"

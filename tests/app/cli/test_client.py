@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import socket
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from app.cli import wording
 from app.cli.client import ApiProblem, Client, DamagedDownload, Unreachable
+from app.cli.interactive.tunnel_client import UserEnd
 
 Reply = Callable[[BaseHTTPRequestHandler], None]
 
@@ -177,14 +180,36 @@ def test_problem_is_shown_in_full_and_not_retried(server: Scripted) -> None:
 
 
 def test_answer_of_another_server_is_a_problem_too(server: Scripted) -> None:
-    def page(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(b"<html>sign in to the hotel's network</html>")
-
-    server.replies = [page]
+    server.replies = [page(200)]
     with server.client() as client, pytest.raises(ApiProblem, match="Not a Roundhouse service"):
         client.get("/v1/me")
+
+
+def page(status: int) -> Reply:
+    def reply(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(b"<html>nginx</html>")
+
+    return reply
+
+
+def test_proxy_that_refuses_large_calls_is_named_as_the_cause(server: Scripted) -> None:
+    server.replies = [page(413)]
+    with server.client() as client, pytest.raises(ApiProblem, match="client_max_body_size"):
+        client.submit({})
+
+
+def test_proxy_that_passes_no_websockets_is_named_as_the_cause(server: Scripted) -> None:
+    server.replies = [says(201, {"path": "/v1/tunnels", "ticket": "t"}), page(404)]
+
+    async def open_tunnel(client: Client) -> None:
+        async with UserEnd.opened(client, "tsk_1", {}, lambda news: None):
+            pass
+
+    with server.client() as client, pytest.raises(Unreachable) as raised:
+        asyncio.run(open_tunnel(client))
+    assert "must pass WebSockets on" in str(wording.unreachable(raised.value))
 
 
 def test_change_names_the_version_that_was_read(server: Scripted) -> None:
