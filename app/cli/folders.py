@@ -124,7 +124,8 @@ def get_folder(client: Client, name: str, into: Path) -> tuple[str, int]:
         try:
             folder = decoded(listed.read_bytes())
         except BadFolderManifest as error:
-            told = f"{named} is no folder; `roundhouse cp datablock:{named} FILE` downloads it"
+            download = f"`roundhouse cp datablock:{named} FILE` downloads it"
+            told = f"{named} holds tensors, not files; {download}"
             raise ApiProblem(409, {"title": "Not a folder", "detail": told}) from error
         finally:
             listed.unlink()

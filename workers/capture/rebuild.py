@@ -48,7 +48,7 @@ class NothingLent:
         return None
 
     def storage(self, name: Name) -> torch.UntypedStorage:
-        raise LookupError(f"the image refers to {name[0]}, which is no input of this task")
+        raise LookupError(f"the image refers to {name[0]}, which is not among the inputs")
 
 
 class Surroundings:

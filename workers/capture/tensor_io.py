@@ -82,7 +82,7 @@ class Lent:
         try:
             return self._storages[name]
         except KeyError:
-            told = f"the image refers to {name[1]!r} of {name[0]}, which is no input of this task"
+            told = f"the image refers to {name[1]!r} of {name[0]}, which is not among the inputs"
             raise LookupError(told) from None
 
 

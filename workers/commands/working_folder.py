@@ -312,7 +312,7 @@ def _read(slab: Slab, graph: Extent) -> JSON:
         if body["format"] != FORMAT:
             raise BadFolder(f"its format is {body['format']!r:.80}, not {FORMAT!r}")
     except (ValueError, KeyError, TypeError) as error:
-        raise BadFolder(f"it is no list of files: {error!r:.200}") from error
+        raise BadFolder(f"the index of the stored folder is not valid: {error!r:.200}") from error
     return dict(body)
 
 

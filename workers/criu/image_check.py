@@ -416,7 +416,7 @@ def _clean_path(raw: bytes) -> str:
     path = raw.decode("utf-8", "surrogateescape")
     parts = PurePosixPath(path).parts
     if not path.startswith("/") or ".." in parts or "\0" in path or path.startswith("//"):
-        raise BadRecord(f"{path[:100]!r} is no plain absolute path")
+        raise BadRecord(f"expected a plain absolute path; got {path[:100]!r}")
     return path
 
 

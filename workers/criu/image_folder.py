@@ -45,7 +45,7 @@ def _read_file(path: Path, most: int) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise BadImage(path.name, "it is no regular file")
+            raise BadImage(path.name, "expected a regular file")
         data = file.read(most + 1)
     if len(data) > most:
         raise BadImage(path.name, "the image is too large without its pages")

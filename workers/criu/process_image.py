@@ -203,7 +203,7 @@ def _head(image: StoredParts) -> tuple[ProcessFacts, list[tuple[str, list[int]]]
     with _as_bad():
         body = json.loads(image.read(0))
         if body.pop("format") != FORMAT:
-            raise BadProcessImage("it is no image of processes")
+            raise BadProcessImage("the file does not begin like an image of processes")
         listed = [(str(name), [int(size) for size in cut]) for name, cut in body.pop("files")]
         traits = HostTraits(**body.pop("traits"))
         return ProcessFacts(traits=traits, **body), listed

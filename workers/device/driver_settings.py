@@ -238,7 +238,9 @@ def _set(name: str, nvml: Any, order: Callable[..., Any], *how: Any) -> None:
     try:
         order(*how)
     except nvml.NVMLError_NoPermission as error:
-        raise NotSet(f"{name}: the driver lets only root set it, and this is no root") from error
+        raise NotSet(
+            f"{name}: the driver lets only root set it, and this process is not root"
+        ) from error
     except nvml.NVMLError as error:
         raise NotSet(f"{name}: NVML: {error}") from error
 

@@ -460,7 +460,7 @@ def keep(
             dump_damaged=dump_damaged,
         )
         if not isinstance(tensors := index.get("tensors"), dict):
-            raise Nonsense("tensors is no table")
+            raise Nonsense("tensors must be a table")
         return checkpoint.write(
             *(held, layout, about),
             tensors=tensors,
@@ -524,7 +524,9 @@ def publish(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
     try:
         return {**kept, **tensor_file.read(bytes(head), size).summary()}
     except BadTensorFile as error:
-        raise OutOfStep(f"what it publishes is no file of tensors: {error}") from error
+        raise OutOfStep(
+            f"what it publishes cannot be read as a file of tensors: {error}"
+        ) from error
 
 
 def received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterator[memoryview]:

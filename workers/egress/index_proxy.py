@@ -33,7 +33,9 @@ class IndexRules(OutletRules):
     def check(self, wanted: Destination) -> None:
         if not is_allowed(self.allow, wanted):
             allowed = ", ".join(map(str, self.allow)) or "none"
-            raise NotServed(403, f"{wanted} is no host of the index of packages ({allowed})")
+            raise NotServed(
+                403, f"{wanted} is not among the hosts of the index of packages ({allowed})"
+            )
 
 
 def start(allow: Sequence[str], walls: Sequence[str], folder: Path) -> int:

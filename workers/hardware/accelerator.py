@@ -145,7 +145,7 @@ def _available_module(kind: str) -> DeviceModule:
         module = torch.get_device_module(kind)
     except RuntimeError as error:
         raise RuntimeError(
-            f"this device worker serves {kind}, which is no kind of device that torch knows"
+            f"this device worker serves {kind}, and torch knows no such kind of device"
         ) from error
     if not module.is_available():
         raise RuntimeError(f"this device worker serves {kind}, but torch finds no {kind} device")

@@ -203,7 +203,7 @@ def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, m
     """Return a message's table of numbers, after a check that each lies between 0 and `most`."""
     said = message.get(what, {})
     if not isinstance(said, dict) or len(said) > rows:
-        raise Nonsense(f"{what} is no short table")
+        raise Nonsense(f"{what} must be a short table")
     for value in said.values():
         if type(value) is not kind or not 0 <= value <= most:
             raise Nonsense(f"{what} of {value!r:.100}")

@@ -53,7 +53,7 @@ def read_request(head: bytes) -> ProxyRequest:
     lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     words = lines[0].split(" ")
     if len(words) != 3 or not _TOKEN.fullmatch(words[0]) or not _VERSION.fullmatch(words[2]):
-        raise NotServed(400, "this is no request to an HTTP proxy")
+        raise NotServed(400, "expected a request to an HTTP proxy")
     method, target, _ = words
     if method == "CONNECT":
         return ProxyRequest(_read_destination(target))

@@ -183,7 +183,7 @@ def test_image_without_its_datablock_is_refused_with_the_name(rig):
     rig.launch(task, "blocks:Hold", epoch=2, images=[image], **other)
     event = rig.event(Failed, task, epoch=2)
     assert event.cause == "image"
-    assert "'x' of corpus@1, which is no input of this task" in event.message
+    assert "'x' of corpus@1, which is not among the inputs" in event.message
 
 
 def test_datablock_of_a_paused_job_stays_where_it_was(rig):

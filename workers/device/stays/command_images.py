@@ -256,7 +256,7 @@ def _started_as(launch: Launch) -> str:
 def _pids(message: JSON) -> list[int]:
     listed = message.get("pids")
     if not isinstance(listed, list) or len(listed) > PROCESSES_MOST:
-        raise Nonsense("pids is no list of processes")
+        raise Nonsense("pids must be a list of processes")
     return [untrusted.number({"pid": pid}, "pid") for pid in listed]
 
 

@@ -509,7 +509,7 @@ def trouble_in_image(image: Path, target: str) -> str:
         if not at.exists():
             return "" if n == 0 else f"the container image lacks the folder {target}"
         if not at.is_dir():
-            return f"in the container image /{at.relative_to(image)} is no folder"
+            return f"in the container image /{at.relative_to(image)} must be a folder"
     return ""
 
 

@@ -171,7 +171,7 @@ def _open_below(fd: int, path: str) -> int:
         os.close(at)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
-        raise BadContainerImage(f"{path} is no file")
+        raise BadContainerImage(f"{path} must be a file")
     return found
 
 

@@ -285,7 +285,7 @@ def from_json(body: Any) -> Manifest:
     ranks = tuple(_rank(one, f"ranks[{n}]") for n, one in enumerate(listed))
     image_key = fields.get("image_key", "")
     if not isinstance(image_key, str) or not _KEY_ID.fullmatch(image_key):
-        raise BadManifest("image_key", f"{image_key!r:.80} is no id of a key")
+        raise BadManifest("image_key", f"expected the id of a key; got {image_key!r:.80}")
     manifest = Manifest(about=about, ranks=ranks, image_key=image_key)
     if fields.get("size_bytes") != manifest.size_bytes:
         told = f"{fields.get('size_bytes')!r:.40}, and its parts have {manifest.size_bytes}"
@@ -316,7 +316,7 @@ def _part(body: Any, path: str) -> Part:
 def _chunk(body: Any, path: str) -> Chunk:
     address, listed = _tuple(body, 2, path)
     if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
-        raise BadManifest(path, f"{address!r:.80} is no address")
+        raise BadManifest(path, f"expected the address of a chunk; got {address!r:.80}")
     spans = tuple(
         _span(one, f"{path}.spans[{n}]") for n, one in enumerate(_list(listed, f"{path}.spans"))
     )
@@ -372,7 +372,7 @@ def tensors_told(body: Any, storages: Sequence[Part]) -> tuple[Tensor, ...]:
 def _tensor(name: str, body: Any, storages: Sequence[Part], path: str) -> Tensor:
     storage, dtype, shape, stride, offset = _tuple(body, 5, path)
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise BadManifest(path, f"{dtype!r:.40} is no type of elements")
+        raise BadManifest(path, f"expected a type of elements; got {dtype!r:.40}")
     tensor = Tensor(
         name=_text(name, path),
         storage=_count(storage, path),
@@ -419,11 +419,11 @@ def _counts(body: Any, path: str) -> tuple[int, ...]:
 
 def _count(body: Any, path: str) -> int:
     if type(body) is not int or not 0 <= body < 2**63:
-        raise BadManifest(path, f"{body!r:.40} is no number of anything")
+        raise BadManifest(path, f"expected a whole number; got {body!r:.40}")
     return body
 
 
 def _text(body: Any, path: str) -> str:
     if not isinstance(body, str) or not 0 < len(body) <= _LONGEST_NAME:
-        raise BadManifest(path, f"{body!r:.40} is no name")
+        raise BadManifest(path, f"expected a name; got {body!r:.40}")
     return body

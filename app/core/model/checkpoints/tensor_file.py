@@ -116,7 +116,7 @@ def _safe(head: bytes) -> _Found:
     header = _header(head[8:begin])
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise BadTensorFile("__metadata__ is no table of texts")
+        raise BadTensorFile("__metadata__ must be an object of strings")
     return [_tensor(name, said, begin) for name, said in header.items()], begin
 
 
@@ -126,7 +126,7 @@ def _header(body: bytes) -> JSON:
     except (ValueError, RecursionError) as error:
         raise BadTensorFile(f"its header is not JSON: {error}"[:300]) from error
     if not isinstance(header, dict):
-        raise BadTensorFile("its header is no table")
+        raise BadTensorFile("its header must be a JSON object")
     return header
 
 
@@ -139,7 +139,9 @@ def _once(pairs: list[tuple[str, Any]]) -> JSON:
 
 def _tensor(name: str, said: Any, begin: int) -> FileTensor:
     if len(name) > _LONGEST_NAME or not is_storable(name):
-        raise BadTensorFile(f"{name!r:.200} is no name: too long, a NUL, half a surrogate pair")
+        raise BadTensorFile(
+            f"{name!r:.200} cannot be a name: too long, a NUL, half a surrogate pair"
+        )
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadTensorFile(f"{name!r:.200} has not exactly dtype, shape and data_offsets")
     dtype = _MEANT.get(str(said["dtype"]))
@@ -147,7 +149,7 @@ def _tensor(name: str, said: Any, begin: int) -> FileTensor:
         raise BadTensorFile(f"{name!r:.200} has the type {said['dtype']!r:.50}, which is not known")
     shape, offsets = _sizes(said["shape"]), _sizes(said["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2:
-        raise BadTensorFile(f"{name!r:.200}: its shape or offsets are no list of sizes")
+        raise BadTensorFile(f"{name!r:.200}: its shape and offsets must be lists of sizes")
     tensor = FileTensor(name=name, dtype=dtype, shape=shape, offset=begin + offsets[0])
     if offsets[1] - offsets[0] != tensor.size:
         told = f"{tensor.size} bytes by its type and shape, {offsets[1] - offsets[0]} by its place"
@@ -184,7 +186,7 @@ def _npy(head: bytes) -> _Found:
         told = "plain numbers, little endian, are taken: no objects, texts or records"
         raise BadTensorFile(f"an npy of type {descr!r:.80}; {told}")
     if shape is None or not isinstance(header["fortran_order"], bool):
-        raise BadTensorFile("an npy whose shape is no tuple of sizes")
+        raise BadTensorFile("the shape of an npy must be a tuple of sizes")
     reversed_ = header["fortran_order"]
     return [FileTensor(name="", dtype=dtype, shape=shape, offset=begin, reversed=reversed_)], begin
 
@@ -198,7 +200,7 @@ def _literal(body: bytes) -> JSON:
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise BadTensorFile(f"an npy whose header cannot be read: {error}"[:300]) from error
     if not isinstance(found, dict):
-        raise BadTensorFile("an npy whose header is no dictionary")
+        raise BadTensorFile("the header of an npy must be a dictionary")
     return found
 
 

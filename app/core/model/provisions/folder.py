@@ -120,15 +120,17 @@ def decoded(body: bytes) -> FolderManifest:
     try:
         folder = folder_of(_file(row) for row in _rows(json.loads(body)))
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadFolderManifest(f"it is no manifest of a folder: {error}"[:200]) from error
+        raise BadFolderManifest(
+            f"the manifest of the folder cannot be read: {error}"[:200]
+        ) from error
     if encoded(folder) != body:
-        raise BadFolderManifest("it is no manifest of a folder: its form is not canonical")
+        raise BadFolderManifest("the manifest of the folder is not in its canonical form")
     return folder
 
 
 def _rows(said: Any) -> list[Any]:
     if not isinstance(said, dict) or said.keys() != {FOLDER, "files"} or said[FOLDER] != 1:
-        raise BadFolderManifest("it is no manifest of a folder")
+        raise BadFolderManifest("the manifest of the folder must be a list of files")
     rows: list[Any] = said["files"]
     return rows
 

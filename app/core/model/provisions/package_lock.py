@@ -70,7 +70,7 @@ def read_lock(text: str) -> PackageLock:
     """Read what `PackageLock.text` wrote; raises BadFile."""
     head = _HEAD.match(text)
     if head is None:
-        raise BadFile((FileFault(1, "is no lock of an environment"),))
+        raise BadFile((FileFault(1, "expected the first line of a lock"),))
     pins = (pin.split("==") for pin in (head["over"] or "").split())
     rest = text[head.end() :]
     return PackageLock(
