@@ -3,7 +3,8 @@
 A folder is made as a draft, and renamed when it is complete. From then on nothing changes it. Each
 folder has a lock file. While a process makes the folder, it holds the lock alone. A device worker
 shares the lock as long as one of its residents sees the folder. So a folder in use is never
-removed.
+removed. A lock file goes with its folder, and if the folder cannot be made: names come from what
+tenants send.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class KeptTrees:
 
     def lock_file(self, name: str) -> int:
         """Return a descriptor of the lock file, which is not locked yet (`hold`)."""
-        locks = self.folder / "locks"
-        make_private(locks)
-        return os.open(locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self._lock_path(name)
+        make_private(path.parent)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def about(self, name: str) -> JSON | None:
         """Return what was noted about a folder when it was made; None if it is not made yet."""
@@ -79,15 +80,15 @@ class KeptTrees:
         while True:
             fd = self.lock_file(name)
             try:
-                if hold(fd, fcntl.LOCK_SH, until_s):
+                if hold(fd, fcntl.LOCK_SH, until_s) and self._is_lock_file(fd, name):
                     if (noted := self.about(name)) is not None:
                         os.utime(self.built(name))
                         return fd, noted
                     # To make the folder, this process must give up its shared lock. Then another
                     # process may make the folder first, and share the lock for long. So look for
                     # the folder again, and do not only wait for the lock.
-                    if hold(fd, fcntl.LOCK_EX) and self.about(name) is None:
-                        make()
+                    if hold(fd, fcntl.LOCK_EX) and self._is_lock_file(fd, name):
+                        self._make(name, make)
             except BaseException:
                 os.close(fd)
                 raise
@@ -95,6 +96,24 @@ class KeptTrees:
             if time.monotonic() >= until_s and self.about(name) is None:
                 return None
             time.sleep(random.uniform(0.0, _AGAIN_S))
+
+    def _make(self, name: str, make: Callable[[], None]) -> None:
+        if self.about(name) is None:
+            try:
+                make()
+            except BaseException:
+                self._lock_path(name).unlink()
+                raise
+
+    def _lock_path(self, name: str) -> Path:
+        return self.folder / "locks" / name
+
+    def _is_lock_file(self, fd: int, name: str) -> bool:
+        """Return False if the file was removed while this process waited for its lock."""
+        try:
+            return os.path.samestat(os.fstat(fd), self._lock_path(name).stat())
+        except FileNotFoundError:
+            return False
 
     def by_use(self) -> list[str]:
         """Return all names, ordered by last use, the oldest first."""
@@ -105,10 +124,11 @@ class KeptTrees:
         """Remove a folder unless it is in use; return the bytes that this freed."""
         fd = self.lock_file(name)
         try:
-            if not hold(fd, fcntl.LOCK_EX):
+            if not (hold(fd, fcntl.LOCK_EX) and self._is_lock_file(fd, name)):
                 return 0
             size = disk_bytes(folder)
             self.remove(folder)
+            self._lock_path(name).unlink()
             return size
         finally:
             os.close(fd)
