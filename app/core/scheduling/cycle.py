@@ -982,14 +982,15 @@ def _take_turns(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
         return
     for branch in preemption.shared(board):
         waits = [kind for kind in kept if gang_waits.waiting_gang(board, kind) is not None]
-        open_ = _with_twins(lane for lane in board.tree.lanes if lane.kind not in waits)
+        open_ = _with_twins(lane for lane in branch.lines if lane.kind not in waits)
         while open_ and branch.lines:
             found = board.tree.first_below(branch, open_)
             if found is None:
                 break
             _, lane, task = found
             board.memory.looked_at(task, *board.tree.led())
-            if not _make_room(draft, task, "F5/F6/F8", within=branch):
+            is_next = branch.inner or preemption.goes_before_some(board, branch, lane, task)
+            if not is_next or not _make_room(draft, task, "F5/F6/F8", within=branch):
                 del open_[lane]
 
 

@@ -681,6 +681,22 @@ def goes_before(board: Board, task: BoardTask, settled: BoardTask) -> bool:
     return board.is_fresh(task) or place_in_line(task) < place_in_line(settled)
 
 
+def goes_before_some(board: Board, leaf: Branch, lane: Lane, task: BoardTask) -> bool:
+    """False if the first task of a user's lane goes before none of the user's running tasks.
+
+    Of equally urgent tasks only the settled ones give way (F8).
+    """
+    if len(board.priorities) > 1:
+        return True
+    stays, settled = board.unprotected(lane.kind).get(leaf), board.settled.get(leaf)
+    if not stays or not settled:
+        return False
+    return any(
+        id in settled and (lane.fresh or task.submitted_s <= stay.task.submitted_s)
+        for id, stay in stays.items()
+    )
+
+
 def sides(mine: Branch, theirs: Branch) -> tuple[Branch, Branch]:
     """Return the two siblings at which the paths of two leaves separate; for one leaf, the leaf
     twice.

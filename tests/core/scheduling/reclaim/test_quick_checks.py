@@ -1,9 +1,10 @@
-"""Of a branch whose stays are all protected, nothing can be gained."""
+"""Quick checks before a search for victims leave out only what the search would not find."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -13,10 +14,13 @@ from app.core.fairness.fair_tree import Branch
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
+from app.core.scheduling.reclaim.preemption import goes_before_some, shared, victims
 from app.core.simulation.simulator import Arrival, Costs, World
 from tests.thoroughness import examples
 
-POLICY = Policy(half_life_s=0, patience_s=1.5, wide_share=0.25, slice_min_s=1, slice_max_s=1)
+POLICY = Policy(
+    half_life_s=0, patience_s=1.5, wide_share=0.25, slice_min_s=1, slice_max_s=1, fresh_s=2
+)
 
 
 def unprotected_devices(board: Board) -> Counter[Branch]:
@@ -28,11 +32,8 @@ def unprotected_devices(board: Board) -> Counter[Branch]:
     return found
 
 
-@settings(max_examples=examples(20))
-@given(dice=st.randoms(use_true_random=False))
-def test_preemptible_tops_of_any_board_are_those_of_its_unprotected_stays(
-    dice: random.Random,
-) -> None:
+def boards_of_a_replay(dice: random.Random) -> Iterator[Board]:
+    """Yield the board after each round of a replay; one device is cordoned from time to time."""
     work = [
         Arrival(
             at_s=dice.uniform(0, 10),
@@ -53,8 +54,16 @@ def test_preemptible_tops_of_any_board_are_those_of_its_unprotected_stays(
             device = world.board.devices["d4"]
             world.board.set_device(replace(device, cordoned=not device.cordoned))
         world.obey(cycle(world.board))
-        board, tree = world.board, world.board.tree
-        devices = unprotected_devices(board)
+        yield world.board
+
+
+@settings(max_examples=examples(20))
+@given(dice=st.randoms(use_true_random=False))
+def test_preemptible_tops_of_any_board_are_those_of_its_unprotected_stays(
+    dice: random.Random,
+) -> None:
+    for board in boards_of_a_replay(dice):
+        tree, devices = board.tree, unprotected_devices(board)
         tops = board.preemptible_tops("cpu")
         assert {top for _, top in tops} == devices.keys()
         assert tops == sorted(tops, key=lambda each: each[0], reverse=True)
@@ -62,3 +71,14 @@ def test_preemptible_tops_of_any_board_are_those_of_its_unprotected_stays(
             assert score == tree.score(top, kind="cpu")
             beaten = sum(n for other, n in devices.items() if tree.score(other, kind="cpu") > score)
             assert board.better_served("cpu", score, top) == beaten
+
+
+@settings(max_examples=examples(20))
+@given(dice=st.randoms(use_true_random=False))
+def test_task_that_goes_before_none_of_its_user_finds_no_victim_there(dice: random.Random) -> None:
+    for board in boards_of_a_replay(dice):
+        for leaf in [branch for branch in shared(board) if not branch.inner]:
+            for here, line in leaf.lines.items():
+                task = line.head[5]
+                if not goes_before_some(board, leaf, here, task):
+                    assert victims(board, task, within=leaf) is None
