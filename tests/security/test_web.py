@@ -211,13 +211,13 @@ def test_no_address_redirects_to_another_host(target, port):
 
 UP = ["..", "%2e%2e", "%2E.", "..%2f..", "%252e%252e", "....//..", "..;", "..\\..", "..%5c..",
       "%c0%ae%c0%ae", "..%00", ".%2e%2f.%2e"]  # fmt: skip
-SECRET = "def mount(app: FastAPI)"  # in app/pages/__init__.py
+SECRET = "def mount(app: FastAPI)"  # in app/pages/site.py
 
 
 @pytest.mark.parametrize("up", UP)
 def test_no_path_leads_out_of_the_static_files(up, port):
-    assert SECRET in Path("app/pages/__init__.py").read_text()
-    for path in (f"/static/{up}/__init__.py", f"/static/vendor/{up}/{up}/__init__.py",
+    assert SECRET in Path("app/pages/site.py").read_text()
+    for path in (f"/static/{up}/site.py", f"/static/vendor/{up}/{up}/site.py",
                  f"/static/{up}/{up}/{up}/{up}/{up}/{up}/etc/passwd"):  # fmt: skip
         call = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         got = sent(port, call.encode())

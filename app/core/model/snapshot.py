@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
+from app.core.model.decision_rule import DecisionRule
 from app.core.model.device_choice import NO_TRAITS, DeviceTraits
 from app.core.model.retry_decision import AvoidedDevice
 
@@ -388,7 +389,7 @@ class PlanDecision:
 
     task: str
     move: str  # a move of `core.model.lifecycle`
-    rule: str  # F1 to F10, or the name of another rule
+    rule: DecisionRule
     because: str  # one sentence for the task's owner
     # the devices that a Launch takes, or all that the task has after a Splice
     devices: tuple[str, ...] = ()

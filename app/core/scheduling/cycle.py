@@ -22,6 +22,7 @@ from typing import Any
 from app.core.explanation import waiting_reasons
 from app.core.fairness.fair_tree import Branch, Lane, above, both_of
 from app.core.model import lifecycle
+from app.core.model.decision_rule import DecisionRule
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.model.request_needs import RequestStanding
 from app.core.model.snapshot import (
@@ -183,7 +184,7 @@ class _DraftPlan:
         self,
         task: BoardTask,
         move: Move,
-        rule: str,
+        rule: DecisionRule,
         because: str,
         *,
         devices: tuple[str, ...] = (),
@@ -233,19 +234,19 @@ def _count_the_lost(draft: _DraftPlan) -> None:
         task = board.tasks[id]
         lost = [id for id in task.holds if board.is_lost(id)]
         because = f"The lease of {' and '.join(lost)} expired without a heartbeat"
-        if _goes_on_without(draft, task, lost, "lease", because):
+        if _goes_on_without(draft, task, lost, DecisionRule.LEASE, because):
             later |= task.state != State.running
             continue
         if _leaves_its_home(board, task, lost):
             later = True
             if task.state == State.running:
                 told = f"{because}; it resumes elsewhere."
-                draft.move(task, Move.Pause, "lease", told, devices=task.seats)
+                draft.move(task, Move.Pause, DecisionRule.LEASE, told, devices=task.seats)
             continue
         draft.move(
             task,
             Move.Lost,
-            "lease",
+            DecisionRule.LEASE,
             f"{because}.",
             seats=(),
             leaves=(),
@@ -289,16 +290,18 @@ def _end(draft: _DraftPlan, task: BoardTask) -> None:
         return
     broken = task.conditions.broken
     if task.cancel_asked:
-        draft.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
+        draft.move(
+            task, Move.Cancel, DecisionRule.CANCEL, "It was cancelled while it held no device."
+        )
     elif task.conditions.terms.lets_go:
-        draft.move(task, Move.Cancel, "tickets", "Ended with its gang.")
+        draft.move(task, Move.Cancel, DecisionRule.TICKETS, "Ended with its gang.")
     elif task.conditions.standing == RequestStanding.never:
         because = "Not started: what it awaits of another request can no longer happen."
-        draft.move(task, Move.GaveUp, "requests", because)
+        draft.move(task, Move.GaveUp, DecisionRule.REQUESTS, because)
     elif broken:
         begun = "resumed" if task.epoch else "started"
         because = f"Not {begun}: {', '.join(broken)} did not succeed."
-        draft.move(task, Move.GaveUp, "needs", because)
+        draft.move(task, Move.GaveUp, DecisionRule.NEEDS, because)
 
 
 def _unlock_or_lock(draft: _DraftPlan, task: BoardTask) -> None:
@@ -306,9 +309,9 @@ def _unlock_or_lock(draft: _DraftPlan, task: BoardTask) -> None:
         return
     unmet = waiting_reasons.unmet_conditions(task, now_s=draft.board.now_s)
     if task.state == State.blocked and not unmet:
-        draft.move(task, Move.Unlocked, "start", "All its start conditions hold.")
+        draft.move(task, Move.Unlocked, DecisionRule.START, "All its start conditions hold.")
     elif task.state == State.waiting and unmet:
-        draft.move(task, Move.Locked, "start", unmet[0].message)
+        draft.move(task, Move.Locked, DecisionRule.START, unmet[0].message)
 
 
 def _obey(draft: _DraftPlan, task: BoardTask) -> None:
@@ -319,7 +322,9 @@ def _obey(draft: _DraftPlan, task: BoardTask) -> None:
     elif task.cancel_asked:
         held = task.holds
         because = "It was cancelled."
-        draft.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
+        draft.move(
+            task, Move.Cancel, DecisionRule.CANCEL, because, devices=held, seats=held, leaves=()
+        )
     elif task.state == State.running:  # in any other state, pause the task once it runs
         _obey_while_it_runs(draft, task)
 
@@ -328,28 +333,28 @@ def _obey_while_it_runs(draft: _DraftPlan, task: BoardTask) -> None:
     drained = _drained(draft, task)
     if task.conditions.hold:
         because = "Pausing, as requested. Resume the task to continue."
-        draft.move(task, Move.Pause, "hold", because, devices=task.seats)
+        draft.move(task, Move.Pause, DecisionRule.HOLD, because, devices=task.seats)
     elif task.conditions.reservation:
         because = "Preempted: its reservation has no window now. It goes on in the next one."
-        draft.move(task, Move.Pause, "reservation", because, devices=task.seats)
+        draft.move(task, Move.Pause, DecisionRule.RESERVATION, because, devices=task.seats)
     elif broken := task.conditions.broken:
         because = f"Preempted: {', '.join(broken)} did not succeed, and cannot give its input."
-        draft.move(task, Move.Pause, "needs", because, devices=task.seats)
+        draft.move(task, Move.Pause, DecisionRule.NEEDS, because, devices=task.seats)
     elif island := task.conditions.terms.lets_go:
         because = f"Preempted: its gang spans islands, and {island} needs its devices."
-        draft.move(task, Move.Pause, "tickets", because, devices=task.seats)
+        draft.move(task, Move.Pause, DecisionRule.TICKETS, because, devices=task.seats)
     elif task.moves_to is not None:
         if len(task.seats) > task.width:
             because = "Migrating: it keeps only the devices that it needs."
-            _make_smaller(draft, task, task.seats[: task.width], "move", because)
+            _make_smaller(draft, task, task.seats[: task.width], DecisionRule.MOVE, because)
         elif task.stops:
             because = f"Migrating to {task.moves_to}: only its last changes are left to copy."
-            draft.move(task, Move.Pause, "move", because, devices=task.seats)
+            draft.move(task, Move.Pause, DecisionRule.MOVE, because, devices=task.seats)
     elif drained:
         _drain(draft, task, drained)
     elif len(task.seats) > (most := max(task.width, task.width_max)):
         because = f"Reduced to {counted(most, 'device')}, as was asked."
-        _make_smaller(draft, task, task.seats[:most], "wish", because)
+        _make_smaller(draft, task, task.seats[:most], DecisionRule.WISH, because)
 
 
 def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
@@ -368,17 +373,17 @@ def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
         started_s=None,
     )
     if why == OVER:
-        draft.move(ticket, Move.Finished, "tickets", "Ended with its gang.", **nothing)
+        draft.move(ticket, Move.Finished, DecisionRule.TICKETS, "Ended with its gang.", **nothing)
     elif why:
         because = "Paused: its gang does not use these devices at the moment."
-        draft.move(ticket, Move.Paused, "tickets", because, **nothing)
+        draft.move(ticket, Move.Paused, DecisionRule.TICKETS, because, **nothing)
         _unlock_or_lock(draft, draft.board.tasks[ticket.id])
     elif ticket.state == State.running and ticket.conditions.hold:
         because = "Pausing with its gang, as requested."
-        draft.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
+        draft.move(ticket, Move.Pause, DecisionRule.HOLD, because, devices=ticket.seats)
     elif ticket.state == State.running and _drained(draft, ticket):
         because = "Preempted: one of its devices is drained."
-        draft.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
+        draft.move(ticket, Move.Pause, DecisionRule.DRAIN, because, devices=ticket.seats)
 
 
 def _drained(draft: _DraftPlan, task: BoardTask) -> list[str]:
@@ -388,13 +393,13 @@ def _drained(draft: _DraftPlan, task: BoardTask) -> list[str]:
 
 def _drain(draft: _DraftPlan, task: BoardTask, drained: list[str]) -> None:
     because = f"{drained[0]} is being drained"
-    if not _goes_on_without(draft, task, drained, "drain", because):
+    if not _goes_on_without(draft, task, drained, DecisionRule.DRAIN, because):
         because = f"{because}; it resumes elsewhere."
-        draft.move(task, Move.Pause, "drain", because, devices=task.seats)
+        draft.move(task, Move.Pause, DecisionRule.DRAIN, because, devices=task.seats)
 
 
 def _goes_on_without(
-    draft: _DraftPlan, task: BoardTask, gone: list[str], rule: str, because: str
+    draft: _DraftPlan, task: BoardTask, gone: list[str], rule: DecisionRule, because: str
 ) -> bool:
     """Let an elastic task continue on its other devices; False if they are too few.
 
@@ -407,7 +412,11 @@ def _goes_on_without(
         return False
     if task.state != State.running:
         return True
-    if rule == "lease" and draft.board.policy.homebound and not _are_near(draft.board, task, gone):
+    if (
+        rule == DecisionRule.LEASE
+        and draft.board.policy.homebound
+        and not _are_near(draft.board, task, gone)
+    ):
         return False  # ranks have died with the lost devices
     _make_smaller(draft, task, left, rule, f"{because}; it continues with fewer devices.")
     return True
@@ -423,7 +432,7 @@ def _make_smaller(
     draft: _DraftPlan,
     task: BoardTask,
     seats: tuple[str, ...],
-    rule: str,
+    rule: DecisionRule,
     because: str,
     against: str | None = None,
 ) -> None:
@@ -453,7 +462,7 @@ def _land(draft: _DraftPlan) -> None:
         if here or preemption.shut_by(board, task) is not None:
             continue
         because = f"Migrating to {to}: all of its state has been copied there."
-        _launch(draft, task, (to,), "move", because, against=None)
+        _launch(draft, task, (to,), DecisionRule.MOVE, because, against=None)
 
 
 def _take_back(draft: _DraftPlan) -> None:
@@ -461,7 +470,7 @@ def _take_back(draft: _DraftPlan) -> None:
     ended = "Preempted: a budget of its user or tenant is used. Resumes in the next period."
     while (stay := over_limit.next_to_pause(draft.board)) is not None:
         because = ended if any(over_limit.has_no_budget(b) for b in above(stay.leaf)) else lowered
-        draft.move(stay.task, Move.Pause, "F4", because, devices=stay.devices)
+        draft.move(stay.task, Move.Pause, DecisionRule.QUOTA, because, devices=stay.devices)
 
 
 # --- 5. urgent ----------------------------------------------------------------------------------
@@ -504,14 +513,16 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
     return kept
 
 
-def _urgent_by(board: Board, task: BoardTask) -> str | None:
+def _urgent_by(board: Board, task: BoardTask) -> DecisionRule | None:
     """Return the rule by which a task goes before all others; None if no rule says so, or the rule
     cannot be kept now.
     """
     if board.urgency.patience.ends_s(task) <= board.now_s and board.urgency.patience.may_age(task):
-        return "F7"
+        return DecisionRule.GANG
     promised = board.urgency.slack_ends_s(task) <= board.now_s
-    return "F9" if promised and task.tier in board.urgency.honoured(task.kind) else None
+    return (
+        DecisionRule.TIER if promised and task.tier in board.urgency.honoured(task.kind) else None
+    )
 
 
 def _wait_for_devices(
@@ -545,7 +556,9 @@ def _goes_on_waiting(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
         gang_waits.end(board, kind)
         return None
     # Its turn has come, but no more: holders that are not better served keep their devices.
-    if _launch_free(draft, task, "F7") or _make_room(draft, task, "F5/F6/F8"):
+    if _launch_free(draft, task, DecisionRule.GANG) or _make_room(
+        draft, task, DecisionRule.RECLAIM_OR_TURN
+    ):
         gang_waits.end(board, kind, started=task)
         return None
     if gang_waits.is_passed_over(board, task):
@@ -602,7 +615,7 @@ def _keep(
 def _pause_unshared(draft: _DraftPlan) -> None:
     because = "Preempted: its device can no longer be shared. Resumes automatically."
     for stay in time_sharing.stays_that_must_part(draft.board) if draft.board.beside else ():
-        draft.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
+        draft.move(stay.task, Move.Pause, DecisionRule.SHARE, because, devices=stay.devices)
 
 
 def _share(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
@@ -626,13 +639,15 @@ def _join(draft: _DraftPlan, join: time_sharing.Join) -> None:
     for stay in draft.board.group(device):
         if not stay.task.shares:
             told = "Shares its device with another graph from now on."
-            draft.move(stay.task, Move.Share, "share", told, shares=True)
+            draft.move(stay.task, Move.Share, DecisionRule.SHARE, told, shares=True)
     for gone in join.gone:
         told = "Preempted: graphs with less usage share its device. Resumes automatically."
-        draft.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
+        draft.move(
+            gone.task, Move.Pause, DecisionRule.SHARE, told, devices=(device,), against=task.id
+        )
     because = "Started: shares a device with other graphs, in turns of milliseconds."
     against = join.gone[0].id if join.gone else None
-    _launch(draft, task, (device,), "share", because, against=against, shares=True)
+    _launch(draft, task, (device,), DecisionRule.SHARE, because, against=against, shares=True)
 
 
 def _fill_batches(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
@@ -641,7 +656,7 @@ def _fill_batches(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     for leader, task in function_batches.next_functions(draft.board):
         if task.kind in kept:
             return
-        _launch(draft, task, leader.devices, "batch", because, against=None, shares=True)
+        _launch(draft, task, leader.devices, DecisionRule.BATCH, because, against=None, shares=True)
 
 
 def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
@@ -653,7 +668,7 @@ def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
         found = None if here.kind in kept else graph_moves.graph_to_move(here)
         if found is not None:
             stay, because = found
-            draft.move(stay.task, Move.Pause, "regroup", because, devices=stay.devices)
+            draft.move(stay.task, Move.Pause, DecisionRule.REGROUP, because, devices=stay.devices)
             moves = True
     return moves
 
@@ -680,10 +695,10 @@ def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
                 board.memory.in_the_way.add(task.id)
             else:
                 del open_[lane]
-        elif _launch_free(draft, task, "F3"):
+        elif _launch_free(draft, task, DecisionRule.ORDER):
             if keeper is not None:
                 kept[task.kind] = replace(keeper, spare=keeper.spare - taken)
-        elif keeper is not None or not _make_room(draft, task, "F5/F6/F8"):
+        elif keeper is not None or not _make_room(draft, task, DecisionRule.RECLAIM_OR_TURN):
             del open_[lane]
             if keeper is None:
                 _empty_a_device(draft, lane, task)
@@ -809,7 +824,7 @@ def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int
     return sum(pool.takes(id, kept.lane) for id in devices) if devices else lane.width
 
 
-def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
+def _launch_free(draft: _DraftPlan, task: BoardTask, rule: DecisionRule) -> bool:
     """Launch a task on free devices or on surplus devices of elastic tasks; False if there are too
     few.
     """
@@ -819,7 +834,7 @@ def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
         return False
     against, lane = None, board.lane(task)
     if board.grown:
-        offered = elastic.offers(board, task, urgent=rule != "F3")
+        offered = elastic.offers(board, task, urgent=rule != DecisionRule.ORDER)
         back = elastic.given_back(board, task, offered)
         if back is None:
             return False
@@ -829,14 +844,14 @@ def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
     if not devices:
         return False
     because = {
-        "F3": "Started: a device was free and this task was next.",
-        "F7": "Started: it had waited too long for several devices.",
-        "F9": "Started: its tier guarantees it this part of the hour.",
+        DecisionRule.ORDER: "Started: a device was free and this task was next.",
+        DecisionRule.GANG: "Started: it had waited too long for several devices.",
+        DecisionRule.TIER: "Started: its tier guarantees it this part of the hour.",
     }[rule]
-    if against is not None and rule == "F3":
+    if against is not None and rule == DecisionRule.ORDER:
         because = "Started: another task returned a device that it did not need."
     _launch(draft, task, tuple(devices), rule, because, against=against)
-    if rule == "F3" and function_batches.may_lead(board, task, *devices):
+    if rule == DecisionRule.ORDER and function_batches.may_lead(board, task, *devices):
         board.memory.leaders.append(task.id)
     return True
 
@@ -854,7 +869,7 @@ def _launch(
     draft: _DraftPlan,
     task: BoardTask,
     devices: tuple[str, ...],
-    rule: str,
+    rule: DecisionRule,
     because: str,
     *,
     against: str | None,
@@ -890,7 +905,7 @@ def _launch(
 
 
 def _make_room(
-    draft: _DraftPlan, task: BoardTask, rule: str, *, within: Branch | None = None
+    draft: _DraftPlan, task: BoardTask, rule: DecisionRule, *, within: Branch | None = None
 ) -> bool:
     """Launch a task in the place of tasks that had more or borrowed.
 
@@ -909,13 +924,15 @@ def _make_room(
     return False
 
 
-def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Branch | None) -> bool:
+def _make_room_there(
+    draft: _DraftPlan, task: BoardTask, rule: DecisionRule, within: Branch | None
+) -> bool:
     board = draft.board
     if not board.policy.turns:
         return False
-    if task.graph and rule not in ("F7", "F9") and time_sharing.has_a_place(board, task):
+    if task.graph and not rule.goes_first and time_sharing.has_a_place(board, task):
         return False
-    urgent = rule in ("F7", "F9")
+    urgent = rule.goes_first
     offered = elastic.offers(board, task, urgent=urgent) if board.grown else []
     counts = Counter(offer.stay.id for offer in offered if offer.suits) if offered else {}
     victims = preemption.victims(board, task, within=within, urgent=urgent, offered=counts)
@@ -932,13 +949,13 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
     draft.left_over |= given > task.width or len(victims) > 1 or lane.is_fraction
     for victim in victims:
         told = "Preempted: time slice over. Resumes automatically."
-        if victim.rule == "F5":
+        if victim.rule == DecisionRule.RECLAIM:
             told = "Preempted: borrowed device returned to its guaranteed owner."
         stay = victim.stay
         draft.move(
             stay.task,
             Move.Pause,
-            victim.rule if rule.startswith("F5") else rule,
+            victim.rule if rule == DecisionRule.RECLAIM_OR_TURN else rule,
             told,
             devices=stay.devices,
             against=task.id,
@@ -948,26 +965,26 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
     draft.left_over |= not {id for one in victims for id in one.stay.devices}.issubset(devices)
     first = victims[0]
     because = {
-        "F5": "Started: got back a device that is guaranteed to its tenant.",
-        "F7": "Started: it had waited too long for several devices.",
-        "F9": "Started: its tier guarantees it this part of the hour.",
+        DecisionRule.RECLAIM: "Started: got back a device that is guaranteed to its tenant.",
+        DecisionRule.GANG: "Started: it had waited too long for several devices.",
+        DecisionRule.TIER: "Started: its tier guarantees it this part of the hour.",
     }.get(
-        first.rule if rule.startswith("F5") else rule,
+        first.rule if rule == DecisionRule.RECLAIM_OR_TURN else rule,
         "Started: replaced a task whose time slice was over.",
     )
-    chosen = first.rule if rule.startswith("F5") else rule
+    chosen = first.rule if rule == DecisionRule.RECLAIM_OR_TURN else rule
     _launch(draft, task, tuple(devices), chosen, because, against=first.stay.id)
     return True
 
 
 def _give_back(
-    draft: _DraftPlan, back: list[elastic.ElasticResize], task: BoardTask, rule: str
+    draft: _DraftPlan, back: list[elastic.ElasticResize], task: BoardTask, rule: DecisionRule
 ) -> None:
     """Shrink elastic tasks first, because that is the cheapest way to make room (rules F5, F6)."""
     told = "Returned devices that it does not need to waiting tasks."
     for resize in back:
         draft.left_over = True  # a device may suit another task, or a limit may have room
-        by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"
+        by = rule if rule.goes_first else DecisionRule.RECLAIM if resize.lent else DecisionRule.TURN
         _make_smaller(draft, resize.stay.task, resize.devices, by, told, task.id)
 
 
@@ -990,7 +1007,9 @@ def _take_turns(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
             _, lane, task = found
             board.memory.looked_at(task, *board.tree.led())
             is_next = branch.inner or preemption.goes_before_some(board, branch, lane, task)
-            if not is_next or not _make_room(draft, task, "F5/F6/F8", within=branch):
+            if not is_next or not _make_room(
+                draft, task, DecisionRule.RECLAIM_OR_TURN, within=branch
+            ):
                 del open_[lane]
 
 
@@ -1010,7 +1029,7 @@ def _grow(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
         draft.move(
             task,
             Move.Splice,
-            "grow",
+            DecisionRule.GROW,
             told,
             devices=resize.devices,
             cost=cost,
@@ -1033,7 +1052,14 @@ def _charge_stranded(draft: _DraftPlan) -> None:
         if cost > stay.rate:
             because = "Pays for the rest of the device, too: a task waits that does not fit there."
         if stay.id not in draft.before:
-            draft.move(stay.task, Move.Charge, "F1", because, devices=stay.devices, cost=cost)
+            draft.move(
+                stay.task,
+                Move.Charge,
+                DecisionRule.CHARGE,
+                because,
+                devices=stay.devices,
+                cost=cost,
+            )
 
 
 # --- when to look again -------------------------------------------------------------------------

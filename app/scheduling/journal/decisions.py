@@ -13,6 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from app.core.model import lifecycle
+from app.core.model.decision_rule import DecisionRule
 from app.core.model.lifecycle import Move
 from app.core.model.protocol import messages
 from app.core.model.provisions import notice
@@ -199,7 +200,10 @@ def _pause(session: Session, rows: PlanRows, task: Task, decision: PlanDecision)
     if gang_tickets.is_ticket(task):
         task_writer.tell(session, task, "task.pausing", decision.because, rule=decision.rule)
         return
-    moves, successor = decision.rule in ("move", "regroup"), decision.against or ""
+    moves, successor = (
+        decision.rule in (DecisionRule.MOVE, DecisionRule.REGROUP),
+        decision.against or "",
+    )
     if rows.seats.get(successor) != task.seat:
         successor = ""  # the successor gets another of the released slots
     more = _notice(task, decision)

@@ -276,7 +276,7 @@ def test_hash_of_a_state_on_the_device_is_that_of_its_bytes(accelerator: Acceler
 
 
 def test_kind_that_torch_does_not_know_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match="serves h100, which is no kind of device"):
+    with pytest.raises(RuntimeError, match="serves h100, and torch knows no such kind"):
         Accelerator("h100")
 
 

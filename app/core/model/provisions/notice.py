@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from app.core.model.decision_rule import DecisionRule
 from app.core.model.fields import Fields
 
 JSON = dict[str, Any]
@@ -39,7 +40,11 @@ class NoticeReason(StrEnum):
 
 #: The rule of a pause -> the reason of its notice. A pause by any other rule only freezes a command
 #: where it is, so the command needs no notice.
-OF_RULE = {"drain": NoticeReason.DRAIN, "move": NoticeReason.MOVE, "F5": NoticeReason.RECLAIM}
+OF_RULE = {
+    DecisionRule.DRAIN: NoticeReason.DRAIN,
+    DecisionRule.MOVE: NoticeReason.MOVE,
+    DecisionRule.RECLAIM: NoticeReason.RECLAIM,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +76,14 @@ def read_notice(fields: Fields, *, run_kind: str, max_duration_s: float) -> Noti
     return notice
 
 
-def notice_us(notice: Notice | None, rule: str, *, most_s: float, slice_s: float) -> int:
+def notice_us(notice: Notice | None, rule: DecisionRule, *, most_s: float, slice_s: float) -> int:
     """Return how long a task that is paused by this rule runs on after the order, in microseconds.
 
     If the device is owed to another tenant, that is at most one slice.
     """
     if notice is None or rule not in OF_RULE:
         return 0
-    bounds = (notice.seconds, most_s, *([slice_s] if rule == "F5" else ()))
+    bounds = (notice.seconds, most_s, *([slice_s] if rule == DecisionRule.RECLAIM else ()))
     least_s: float = min(bounds)
     return round(max(0.0, least_s) * 1e6)
 

@@ -54,6 +54,7 @@ from typing import Any
 from app.core.fairness.fair_tree import ALL, Branch, Lane, above
 from app.core.fairness.usage_decay import score as scored
 from app.core.fairness.usage_decay import unscored
+from app.core.model.decision_rule import DecisionRule
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, BoardTask, changed
 from app.core.scheduling.board import Board, alike, place_in_line
@@ -69,10 +70,10 @@ LOOK_AHEAD_PAIRS = 16
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Names a stay that is paused, and the rule that allows it: "F5" or "F6/F8"."""
+    """Names a stay that is paused, and the rule that allows it: RECLAIM or TURN."""
 
     stay: BoardStay
-    rule: str
+    rule: DecisionRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,11 @@ class _Claim:
         if sum(len(stay.devices) for _, stay in asked) < max(need, over):
             return []
         # Lent devices come back before a branch gives way within its guarantee.
-        rules = ("F5", "F6/F8") if any(side.owed for side in sides) else ("F6/F8",)
+        rules = (
+            (DecisionRule.RECLAIM, DecisionRule.TURN)
+            if any(side.owed for side in sides)
+            else (DecisionRule.TURN,)
+        )
         for by, tier in product(rules, TIERS):
             for side, stay in asked:
                 gain = self.gain(stay)
@@ -373,7 +378,7 @@ class _Claim:
         # If both tasks are behind their promises, the one that would be further behind continues.
         return left_s <= (self.board.urgency.slack_s(self.task) if promised else 0.0)
 
-    def _rule(self, side: _Side, stay: BoardStay) -> str | None:
+    def _rule(self, side: _Side, stay: BoardStay) -> DecisionRule | None:
         """Return the rule by which the stay gives way in addition to those taken so far; None if
         none.
 
@@ -385,17 +390,21 @@ class _Claim:
             return self._turn_rule(stay)
         whole = self._all_lent(side.leaf, side.theirs, stay.lane.width)
         if side.owed and (whole or self._all_lent(side.leaf, side.theirs)):
-            return "F5" if whole or side.better or self._guarantees_fit(side.theirs) else None
+            return (
+                DecisionRule.RECLAIM
+                if whole or side.better or self._guarantees_fit(side.theirs)
+                else None
+            )
         return self._turn_rule(stay) if side.better and (side.owed or whole) else None
 
-    def _turn_rule(self, stay: BoardStay) -> str | None:
+    def _turn_rule(self, stay: BoardStay) -> DecisionRule | None:
         """Return the rule for a stay of the same user; None if it does not give way.
 
         A gang that would have to wait for its devices again has a longer turn (rule F7).
         """
         if not self.urgent and self.board.now_s < gang_waits.turn_ends_s(self.board, stay):
             return None
-        return "F6/F8"
+        return DecisionRule.TURN
 
     def _guarantees_fit(self, side: Branch) -> bool:
         """True if all guarantees at the branch's level fit into the devices."""
@@ -446,7 +455,7 @@ class _Claim:
         tree, kind, back = self.board.tree, self.lane.kind, set[str]()
         for victim in found:
             stay, (mine, theirs) = victim.stay, sides(self.leaf, victim.stay.leaf)
-            if victim.rule != "F5" or not theirs.guarantee:
+            if victim.rule != DecisionRule.RECLAIM or not theirs.guarantee:
                 continue
             given = sum(v.stay.lane.width for v in found if theirs in above(v.stay.leaf))
             rest = theirs.held[kind] - given
@@ -542,7 +551,7 @@ class _Claim:
 
         That sibling was tried before; it would at once claim what was gained.
         """
-        by_f5 = all(victim.rule == "F5" for victim in found)
+        by_f5 = all(victim.rule == DecisionRule.RECLAIM for victim in found)
         if not self.board.guarantees or self.urgent or by_f5:
             return False
         return any(
