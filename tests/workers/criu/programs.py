@@ -17,7 +17,7 @@ class MatrixProgram:
     source: str
     begins_again: str = ""
     needs: tuple[str, ...] = ()  # packages of its environment
-    is_always: bool = True  # it begins again at every move, not only at some moments
+    is_always: bool = True  # it begins again at every move; False: at some moments only
     within_s: float = 1.0  # of a start its moment lies
 
 
@@ -343,7 +343,8 @@ PROGRAMS = (
     MatrixProgram("SQLite, write-ahead log", _SQLITE_WAL),
     MatrixProgram("SQLite, rollback", _SQLITE, begins_again="kept.db is an open database"),
     MatrixProgram("pipes to a child", _PIPES),
-    MatrixProgram("sockets", _SOCKETS),
+    # It has two moments, each between a connect and its accept, at which CRIU cannot store it.
+    MatrixProgram("sockets", _SOCKETS, begins_again="In-flight connection", is_always=False),
     MatrixProgram("lists interfaces", _INTERFACES),
     MatrixProgram("timers, events, descriptors", _TIMERS),
     MatrixProgram("threads that log", _LOGGERS),
