@@ -26,7 +26,7 @@ STANDS_ONE_IN = 50
 
 
 class KeptCommand(Protocol):
-    """A command as its images see it (`runner.Stub`)."""
+    """Says what the keeping of images reads and calls of a command, which is `runner.Stub`."""
 
     slab: Slab
     start: TaskStart

@@ -30,7 +30,7 @@ THINNED = (
 
 
 class StayProcess(Protocol):
-    """The process of a stay (`processes.resident`), as far as a stay knows it."""
+    """Says what a stay reads and calls of its process, which is `processes.resident.Resident`."""
 
     stay: Stay
     peaks: dict[str, int]

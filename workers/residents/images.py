@@ -49,7 +49,7 @@ class NextOutput(Protocol):
 
 
 class ImagedTask(Protocol):
-    """What images need of their task (`work.Work`)."""
+    """Says what images read and call of their task, which is `work.Work`."""
 
     slab: Slab
     watch: Watch | None

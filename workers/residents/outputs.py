@@ -49,7 +49,7 @@ class LeavingImage(Protocol):
 
 
 class SendingTask(Protocol):
-    """What outputs need of their task (`work.Work`)."""
+    """Says what outputs read and call of their task, which is `work.Work`."""
 
     bulk: socket.socket
     accelerator: Accelerator

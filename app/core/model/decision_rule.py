@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class DecisionRule(StrEnum):
-    """The rule of a decision; the values are shown, and kept with each decision."""
+    """Names the rule of a decision; the values are shown, and stored with each decision."""
 
     # rules of fair share
     CHARGE = "F1"

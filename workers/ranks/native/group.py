@@ -156,7 +156,7 @@ def _future_of(inner: Any) -> torch.futures.Future[Any] | None:
 
 
 class GroupOwner(Protocol):
-    """The rank that holds groups, and makes what is inside them (`native.rank`)."""
+    """Says what a group calls of the rank that holds it and makes its inside (`native.rank`)."""
 
     counters: CallCounters
     groups: list[NativeGroup]

@@ -49,7 +49,7 @@ class RegistryImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedRegistry:
-    """A registry, or the part of it below a path, from which images may come."""
+    """Describes a registry, or a part of it below a path, from which images may come."""
 
     registry: str
     below: str = ""
