@@ -691,7 +691,7 @@ def goes_before(board: Board, task: BoardTask, settled: BoardTask) -> bool:
 
 
 def goes_before_some(board: Board, leaf: Branch, lane: Lane, task: BoardTask) -> bool:
-    """False if the first task of a user's lane goes before none of the user's running tasks.
+    """Return False if the first task of a user's lane may take the place of no task of that user.
 
     Of equally urgent tasks only the settled ones give way (F8).
     """
