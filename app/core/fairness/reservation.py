@@ -15,18 +15,28 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
+
+from app.core.fairness.reserved_devices import Demand, matched
 
 LEAD_LEAST_S = 10.0  # maintenance empties its devices at least so long before it begins
 LEAD_MOST_S = 1800.0
 
 
+_ANY: Mapping[str, Demand] = {}
+
+
 class ReservedTime(NamedTuple):
-    """Says how many devices of each kind are taken from one instant up to another."""
+    """Says how many devices of each kind are taken from one instant up to another.
+
+    `named` says by kind among which devices, if not all of the kind will do.
+    """
 
     begins_us: int
     ends_us: int
     devices: Mapping[str, int]
+    named: Mapping[str, Demand] = _ANY
 
 
 class Shortage(NamedTuple):
@@ -43,45 +53,66 @@ class Shortage(NamedTuple):
 class Reserved:
     """Knows how many devices of each kind are taken at each time.
 
-    `instants` are those at which this changes, by kind in order, and `levels` hold what is taken
-    from each of them on.
+    `instants` are those at which this changes, by kind in order. `levels` hold what is taken from
+    each of them on, and `demands` those among it that take certain devices only.
     """
 
     instants: Mapping[str, list[int]]
     levels: Mapping[str, list[int]]
+    demands: Mapping[str, list[frozenset[Demand]]]
 
     @classmethod
     def of(cls, times: Iterable[ReservedTime]) -> Reserved:
         """Add up what the windows take."""
-        changes: dict[str, Counter[int]] = defaultdict(Counter)
-        for begins_us, ends_us, devices in times:
+        changes: dict[str, dict[int, Counter[Demand | None]]]
+        changes = defaultdict(lambda: defaultdict(Counter))
+        for begins_us, ends_us, devices, named in times:
             for kind, number in devices.items():
-                changes[kind][begins_us] += number
-                changes[kind][ends_us] -= number
+                demand = named.get(kind)
+                changes[kind][begins_us][demand] += number
+                changes[kind][ends_us][demand] -= number
         instants, levels = dict[str, list[int]](), dict[str, list[int]]()
+        demands = dict[str, list[frozenset[Demand]]]()
         for kind, by_instant in changes.items():
-            taken, instants[kind], levels[kind] = 0, sorted(by_instant), []
+            taken, now = Counter[Demand | None](), frozenset[Demand]()
+            instants[kind], levels[kind], demands[kind] = sorted(by_instant), [], []
             for at_us in instants[kind]:
-                taken += by_instant[at_us]
-                levels[kind].append(taken)
-        return cls(instants, levels)
+                taken.update(by_instant[at_us])
+                if by_instant[at_us].keys() - {None}:
+                    now = frozenset(each for each, number in taken.items() if each and number)
+                levels[kind].append(taken.total())
+                demands[kind].append(now)
+        return cls(instants, levels, demands)
 
     def most_taken(self, kind: str, begins_us: int, ends_us: int) -> int:
         """Return the most devices that are taken at any instant of an interval."""
+        return max((self.levels[kind][n] for n in self._in(kind, begins_us, ends_us)), default=0)
+
+    def _in(self, kind: str, begins_us: int, ends_us: int) -> range:
+        """Return the places of the instants that say what is taken in an interval."""
         instants = self.instants.get(kind, [])
         first, last = bisect_right(instants, begins_us), bisect_left(instants, ends_us)
-        before = self.levels[kind][first - 1] if first else 0
-        return max([before, *self.levels.get(kind, [])[first:last]])
+        return range(max(0, first - 1), last)
+
+    def _free(self, wanted: ReservedTime, kind: str, has: int) -> int:
+        """Return how many devices of a kind are free throughout the wanted time, and suit it."""
+        begins_us, ends_us, _, named = wanted
+        free = has - self.most_taken(kind, begins_us, ends_us)
+        if (demand := named.get(kind)) is None:
+            return free
+        instants = self._in(kind, begins_us, ends_us)
+        taken = {self.demands[kind][n] for n in instants} or {frozenset[Demand]()}
+        return min(free, *(_left_for(demand, each) for each in taken))
 
     def shortage(self, wanted: Iterable[ReservedTime], has: Mapping[str, int]) -> Shortage | None:
         """Return the first time at which fewer devices are free than are wanted; None if there is
         none. `has` is how many devices of each kind can be reserved at all.
         """
-        for begins_us, ends_us, devices in sorted(wanted, key=lambda time: time.begins_us):
-            for kind, number in sorted(devices.items()):
-                free = has.get(kind, 0) - self.most_taken(kind, begins_us, ends_us)
+        for time in sorted(wanted, key=lambda time: time.begins_us):
+            for kind, number in sorted(time.devices.items()):
+                free = self._free(time, kind, has.get(kind, 0))
                 if free < number:
-                    return Shortage(kind, begins_us, ends_us, max(0, free), number)
+                    return Shortage(kind, time.begins_us, time.ends_us, max(0, free), number)
         return None
 
     def free_times(
@@ -101,17 +132,25 @@ class Reserved:
         """Return the intervals in which too few devices of some kind are free, in order."""
         full = []
         for kind, number in wanted.devices.items():
-            spare = has.get(kind, 0) - number
-            if spare < 0:
+            demand, spare = wanted.named.get(kind), has.get(kind, 0) - number
+            if spare < 0 or (demand and len(demand.among) < number):
                 full.append((wanted.begins_us, wanted.ends_us))
                 continue
             instants, levels = self.instants.get(kind, []), self.levels.get(kind, [])
             for at, taken in enumerate(levels):
                 begins_us = max(instants[at], wanted.begins_us)
                 ends_us = min((*instants[at + 1 : at + 2], wanted.ends_us))
-                if taken > spare and begins_us < ends_us:
+                if begins_us < ends_us and (
+                    taken > spare or (demand and _left_for(demand, self.demands[kind][at]) < number)
+                ):
                     full.append((begins_us, ends_us))
         return sorted(full)
+
+
+@lru_cache(maxsize=1024)
+def _left_for(demand: Demand, taken: frozenset[Demand]) -> int:
+    """Return how many devices of a demand are left beside others that are filled before it."""
+    return [*matched([*sorted(taken), demand]).values()].count(demand.id)
 
 
 def owed(guarantee: Mapping[str, int], *reserved: Mapping[str, int]) -> Mapping[str, int]:

@@ -190,6 +190,8 @@ class BoardDevice:
     traits: DeviceTraits = NO_TRAITS
     rack: str = ""  # rack of the host; "" if unknown
     inside: tuple[str, ...] = ()  # location inside the host, from wide to narrow
+    # id of the tenant or user for which a reservation keeps this very device now; "": for nobody
+    reserved_for: str = ""
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "cost", self.cost)

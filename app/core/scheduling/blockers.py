@@ -32,7 +32,7 @@ from app.core.model.retry_decision import AvoidedDevice
 from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling.board import MILLI, Board, place_in_line
 from app.core.scheduling.reclaim import elastic
-from app.core.scheduling.reclaim.preemption import below, goes_before, sides
+from app.core.scheduling.reclaim.preemption import below, goes_before, is_reserved, sides
 from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
 
@@ -258,6 +258,11 @@ def _why_held(board: Board, stay: BoardStay, task: BoardTask) -> _Held:
     """
     if not board.policy.turns:
         return _Held(True, False, False)
+    if is_reserved(board, stay, task):
+        return _Held(False, True, False)
+    path, owners = board.leaf(task).path, {board.reserved.get(id, "") for id in stay.devices}
+    if not owners.isdisjoint(path) and owners.isdisjoint(stay.leaf.path):
+        return _Held(False, False, False)
     mine, theirs = sides(board.leaf(task), stay.leaf)
     if mine is theirs:
         soon = stay.task.priority == task.priority and goes_before(board, task, stay.task)

@@ -149,6 +149,8 @@ class Board:
         self._avoiding: dict[str, dict[str, None]] = {}
         self.sought: dict[str, str] = {}  # task -> the host on which a place for it is being tried
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
+        # device -> the tenant or user for which it is reserved by name now (`reserved_places`)
+        self.reserved: dict[str, str] = {}
         # tasks of `kept_for` that wait to be launched on their new device
         self.landing: dict[str, None] = {}
 
@@ -307,6 +309,14 @@ class Board:
     def leaf(self, task: BoardTask) -> Branch:
         return self.tree.branches[(*self.path_of(task.tenant), task.user)]
 
+    def branch_of(self, id: str) -> Branch | None:
+        """Return the branch of a tenant or user; None if it is not known."""
+        user = self.users.get(id)
+        if user is None and id not in self.tenants:
+            return None
+        path = (*self.path_of(user.tenant), id) if user else self.path_of(id)
+        return self.tree.branches.get(path)
+
     # --- devices ---
 
     def alive(self, id: str | None) -> bool:
@@ -332,6 +342,10 @@ class Board:
             return
         if old is not None and old.takes_work != device.takes_work:
             self.news.update(self.on(device.id))
+        if device.reserved_for:
+            self.reserved[device.id] = device.reserved_for
+        else:
+            self.reserved.pop(device.id, None)
         self.tree.version += 1  # a waiting task may find a device now
         self._offer(device, old)
 
@@ -378,6 +392,13 @@ class Board:
             for offer in {*chain(*offers)} & self._movable.keys():
                 for id in sorted(id for id in self._movable[offer] if id in self.tree):
                     self._line_up(self.tasks[id], returns=True)
+
+    def withhold(self, id: str) -> None:
+        """Make a free device not assignable until `offer_again`."""
+        self.pools[self.devices[id].kind].remove(id)
+
+    def offer_again(self, id: str) -> None:
+        self._give(self.pools[self.devices[id].kind], id)
 
     def _give(self, pool: Pool, id: str) -> None:
         """Make a device assignable if it is open, not held, and not kept for a moving task."""

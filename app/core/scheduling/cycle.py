@@ -37,7 +37,7 @@ from app.core.scheduling import blockers, idle_credit
 from app.core.scheduling.board import Board
 from app.core.scheduling.gangs import gang_waits, nearness
 from app.core.scheduling.gangs.island_gangs import OVER
-from app.core.scheduling.reclaim import elastic, over_limit, preemption
+from app.core.scheduling.reclaim import elastic, over_limit, preemption, reserved_places
 from app.core.scheduling.sharing import (
     function_batches,
     graph_moves,
@@ -93,6 +93,8 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
     for pool in board.pools.values():
         pool.closed.clear()
+    # Give the devices that are reserved by name to those they are for.
+    _seat_reserved(draft)
     # 5.  Seat the tasks that must not wait longer.
     urgent = _seat_urgent(draft)
     # Keep devices for the gangs whose turn has come.
@@ -121,6 +123,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _share(draft, kept)
     if board.elastic and not board.short and not moves:
         _grow(draft, kept)
+    draft.offer_withheld()
     # 10. Charge fractions for what they make unusable.
     _charge_stranded(draft)
     gang_waits.note_idle(board, draft.held_back)
@@ -179,6 +182,11 @@ class _DraftPlan:
         self.emptied: set[Lane] = set()  # lanes for whose first task a device is being emptied
         # kinds with free devices that a task did not get, as they are kept for a gang
         self.held_back: set[str] = set()
+        self.withheld: list[str] = []  # free devices that only those may get they are reserved for
+
+    def offer_withheld(self) -> None:
+        while self.withheld:
+            self.board.offer_again(self.withheld.pop())
 
     def move(
         self,
@@ -471,6 +479,62 @@ def _take_back(draft: _DraftPlan) -> None:
     while (stay := over_limit.next_to_pause(draft.board)) is not None:
         because = ended if any(over_limit.has_no_budget(b) for b in above(stay.leaf)) else lowered
         draft.move(stay.task, Move.Pause, DecisionRule.QUOTA, because, devices=stay.devices)
+
+
+def _seat_reserved(draft: _DraftPlan) -> None:
+    """Launch tasks on the devices that are reserved for them by name.
+
+    If a task waits for the full slice of others there, no other task gets the free ones of its
+    devices in this round.
+    """
+    board = draft.board
+    for branch, devices in reserved_places.by_owner(board):
+        kinds = {board.devices[id].kind for id in devices}
+        open_ = dict.fromkeys(lane for lane in branch.lines if lane.kind in kinds)
+        while open_ and branch.lines and not board.short:
+            found = board.tree.first_below(branch, open_)
+            if found is None:
+                break
+            _, lane, task = found
+            board.memory.looked_at(task, *board.tree.led())
+            place = reserved_places.place(board, task, devices)
+            if place is not None and not place.lent:
+                _launch_reserved(draft, task, place)
+                continue
+            if reserved_places.is_owed(board, task) and _launch_free(
+                draft, task, DecisionRule.ORDER
+            ):
+                continue
+            if place is not None and not place.is_soon:
+                _launch_reserved(draft, task, place)
+                continue
+            del open_[lane]
+            for id in () if place is None else place.devices:
+                if id in board.pools[task.kind].free:
+                    board.withhold(id)
+                    draft.withheld.append(id)
+
+
+def _launch_reserved(
+    draft: _DraftPlan, task: BoardTask, place: reserved_places.ReservedPlace
+) -> None:
+    for stay in place.lent:
+        gone = [id for id in stay.devices if id in place.devices]
+        because = f"{gone[0]} is reserved for others, who want it"
+        if _goes_on_without(draft, stay.task, gone, DecisionRule.RECLAIM, because):
+            continue
+        told = "Preempted: its device is reserved for others, who want it now."
+        draft.move(
+            stay.task,
+            Move.Pause,
+            DecisionRule.RECLAIM,
+            told,
+            devices=stay.devices,
+            against=task.id,
+        )
+    against = place.lent[0].id if place.lent else None
+    because = "Started: this device is reserved for it."
+    _launch(draft, task, place.devices, DecisionRule.RECLAIM, because, against=against)
 
 
 # --- 5. urgent ----------------------------------------------------------------------------------
@@ -860,6 +924,8 @@ def _best(board: Board, task: BoardTask, lane: Lane) -> list[str]:
     """Choose the devices for a task; [] if too few are free."""
     pool = board.pools[task.kind]
     devices = pool.best(lane, task.image_on, board.pinned())
+    if board.reserved and any(id in board.reserved for id in devices):
+        devices = pool.instead(devices, lane, pool.free.keys() - board.reserved.keys())
     if board.left and (wanted := over_limit.places_to_take(board, task)):
         return pool.instead(devices, lane, wanted)
     return devices

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from app.core.fairness.reservation import ReservedTime
+from app.core.fairness.reserved_devices import kept
 from app.core.model.reserved_task import ReservationStanding
 
 
@@ -43,11 +44,12 @@ class ReplayedReservations:
     maintained: Sequence[Maintained] = ()
     begins_us: int = 0
     _now: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    _kept: dict[str, str] = field(default_factory=dict)  # device -> reservation
 
     def look(self, now_us: int) -> Iterator[tuple[str, Mapping[str, int]]]:
         """Yield (tenant or user, devices by kind) of each for which that has changed."""
         found, at_us = defaultdict[str, Counter[str]](Counter), self.begins_us + now_us
-        for owners, (begins_us, ends_us, devices), _ in self.windows:
+        for owners, (begins_us, ends_us, devices, _), _ in self.windows:
             if begins_us <= at_us < ends_us:
                 for owner in owners:
                     found[owner].update(devices)
@@ -56,6 +58,20 @@ class ReplayedReservations:
             if now != self._now.get(owner, {}):
                 self._now[owner] = now
                 yield owner, now
+
+    def kept_for(self, now_us: int) -> dict[str, str]:
+        """Return, by device, the tenant or user for which it is reserved by name now."""
+        at_us = self.begins_us + now_us
+        now = [
+            (owners[-1], kind, demand)
+            for owners, (begins_us, ends_us, _, named), _ in self.windows
+            if owners and begins_us <= at_us < ends_us
+            for kind, demand in named.items()
+        ]
+        demands = ((kind, demand) for _, kind, demand in now)
+        self._kept = kept(demands, self._kept, but=self.drained(now_us))
+        owner_of = {demand.id: owner for owner, _, demand in now}
+        return {device: owner_of[id] for device, id in self._kept.items()}
 
     def standing(self, reservation: str, now_us: int) -> ReservationStanding:
         """Return how tasks stand that name the reservation.

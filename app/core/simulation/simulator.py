@@ -403,6 +403,8 @@ class World:
             self._look_at_budgets()
         for owner, devices in self.reservations.look(self.now_us):
             self._reserve(owner, devices)
+        if any(each.time.named for each in self.reservations.windows):
+            self._keep(self.reservations.kept_for(self.now_us))
         self._open_and_close()
         if self.reservations.maintained:
             self._drain(self.reservations.drained(self.now_us))
@@ -688,6 +690,13 @@ class World:
                 self._meter.want(self.now_us, arrival.counted_for, change, _milli(task))
             conditions = replace(task.conditions, reservation=standing)
             self.board.set_task(changed(task, conditions=conditions))
+
+    def _keep(self, owners: Mapping[str, str]) -> None:
+        """Let exactly these devices be reserved by name, each for its tenant or user."""
+        for id, device in self.devices.items():
+            if device.reserved_for != (owner := owners.get(id, "")):
+                self.devices[id] = replace(device, reserved_for=owner)
+                self.board.set_device(self.devices[id])
 
     def _drain(self, drained: set[str]) -> None:
         """Let exactly these devices take no work."""

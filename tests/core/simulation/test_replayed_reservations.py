@@ -10,8 +10,14 @@ import pytest
 
 from app.core.fairness.budget import HOUR_US, Budget
 from app.core.fairness.reservation import ReservedTime
+from app.core.fairness.reserved_devices import Demand
+from app.core.model.device_choice import DeviceTraits
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
-from app.core.simulation.replayed_reservations import Maintained, ReservedFor
+from app.core.simulation.replayed_reservations import (
+    Maintained,
+    ReplayedReservations,
+    ReservedFor,
+)
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from app.core.simulation.what_if import Setup, run
 
@@ -34,6 +40,13 @@ def arrival(task: str, work_s: float, at_s: float = 0.0, of: str = "a", user: st
 def window(begins_s: float, ends_s: float, devices: int, *owners: str) -> ReservedFor:
     time = ReservedTime(round(begins_s * 1e6), round(ends_s * 1e6), {"cpu": devices})
     return ReservedFor(owners, time)
+
+
+def named(it: ReservedFor, *among: str) -> ReservedFor:
+    """Let a window take certain devices only."""
+    id, number = f"{it.owners}{it.time.begins_us}", it.time.devices["cpu"]
+    demand = Demand(id, number, frozenset(among))
+    return it._replace(time=it.time._replace(named={"cpu": demand}))
 
 
 def maintained(begins_s: float, lasts_s: float, *devices: str) -> Maintained:
@@ -83,6 +96,35 @@ def test_after_its_window_a_task_goes_on_as_any_other() -> None:
     report = replay([*mine, *crowd(3)], window(HOUR_S, 2 * HOUR_S, 4, "a"))
     assert report.finished["mine"] <= 9 * HOUR_S + RECLAIM_S
     assert not report.pauses.get("mine")
+
+
+@pytest.mark.parametrize("owner", ["a", "a/1"])
+def test_named_devices_go_to_their_owner_alone(owner: str) -> None:
+    """Half of the devices are fast, and c holds them within a guarantee of its own."""
+    boards = [
+        BoardDevice(
+            id=f"d{n}", host="h", kind="cpu", traits=DeviceTraits(labels=("fast",) * (n > 1))
+        )
+        for n in range(4)
+    ]
+    tenants = [tenant("a"), replace(tenant("c"), guarantee={"cpu": 2})]
+    fast = [replace(arrival(f"c{n}", 9 * HOUR_S, of="c"), choice="+fast") for n in range(2)]
+    mine = replace(arrival("mine", 2 * HOUR_S, at_s=3 * HOUR_S), choice="+fast", width=2)
+    others = [arrival(f"a{n}", 20 * HOUR_S, user="2") for n in range(3)]
+    it = named(window(2 * HOUR_S, 9 * HOUR_S, 2, *{"a": 0, owner: 0}), "d2", "d3")
+    arrivals = [*fast, *others, mine]
+    report = simulate(arrivals, boards, tenants, POLICY, costs=COSTS, reserved=[it])
+    assert report.waits_s["mine"] <= RECLAIM_S
+    assert report.finished["mine"] <= 5 * HOUR_S + RECLAIM_S + COSTS.start_s
+    assert report.finished.keys() == {one.task for one in arrivals}
+
+
+def test_device_in_maintenance_is_replaced_by_another_one_of_the_reservation() -> None:
+    windows = [named(window(HOUR_S, 9 * HOUR_S, 1, "a"), "d0", "d1")]
+    cut = maintained(2 * HOUR_S, HOUR_S, "d0")
+    it = ReplayedReservations(windows, [cut])
+    kept = [it.kept_for(round(hours * HOUR_S * 1e6)) for hours in (0, 1, 2, 4, 9)]
+    assert kept == [{}, {"d0": "a"}, {"d1": "a"}, {"d1": "a"}, {}]
 
 
 def gated(task: str, work_s: float, at_s: float = 0.0) -> Arrival:
@@ -168,7 +210,9 @@ def test_month_keeps_what_reservations_budgets_limits_and_maintenance_say(seed: 
     for n in range(10):
         begins_s = (2 + 2 * n) * day_s + chance.randrange(0, 20) * HOUR_S
         number, lasts_s = chance.randint(1, 4), 12 * HOUR_S
-        windows.append(window(begins_s, begins_s + lasts_s, number, f"t{n}"))
+        it = window(begins_s, begins_s + lasts_s, number, f"t{n}")
+        among = chance.sample(boards, chance.randint(number, 8))
+        windows.append(named(it, *(device.id for device in among)) if n % 2 else it)
         owed_s += number * lasts_s
         mine += [
             arrival(f"mine{n}-{k}", lasts_s, at_s=begins_s, of=f"t{n}", user="mine")

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -362,6 +362,8 @@ class _Claim:
 
     def _protected(self, stay: BoardStay) -> bool:
         task = stay.task
+        if is_reserved(self.board, stay, self.task):
+            return True
         if self.board.urgency.patience.protected(task):
             return True
         if not self.board.policy.tier_share.get(task.tier):
@@ -637,6 +639,13 @@ def _last_beside(
     yield from last.values()
 
 
+def leaves_at_s(board: Board, task: BoardTask) -> Callable[[BoardStay], float]:
+    """Return a function that says when a stay gives way to a waiting task in addition to those that
+    it was asked for before, as things are now; NEVER if it does not.
+    """
+    return _Claim(board, task, urgent=False).leaves_at_s
+
+
 def device_to_empty(board: Board, task: BoardTask) -> str | None:
     """Return the device with fractions that a whole task could have first; None if there is none.
 
@@ -654,6 +663,15 @@ def device_to_empty(board: Board, task: BoardTask) -> str | None:
     found = [(at_s, id) for id, at_s in ends.items() if id not in pool.closed]
     at_s, id = min(found, default=(NEVER, ""))
     return id if id and (at_s < NEVER or not board.policy.turns) else None
+
+
+def is_reserved(board: Board, stay: BoardStay, task: BoardTask) -> bool:
+    """True if all devices of a stay are reserved for its tenant or user, and not for the task."""
+    if not board.reserved:
+        return False
+    mine, theirs = board.leaf(task).path, stay.leaf.path
+    owners = {board.reserved.get(id, "") for id in stay.devices}
+    return owners <= {*theirs} and owners.isdisjoint(mine)
 
 
 def shut_by(board: Board, task: BoardTask) -> Branch | None:
