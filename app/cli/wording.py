@@ -1240,7 +1240,9 @@ def _granted(terms: JSON) -> str:
 def _reserved(it: JSON) -> str:
     if it["maintenance"]:
         return "maintenance of " + ", ".join(it["device_ids"])
-    return ", ".join(f"{kind}={number}" for kind, number in sorted(it["devices"].items()))
+    numbers = ", ".join(f"{kind}={number}" for kind, number in sorted(it["devices"].items()))
+    labels = f" with label {' and '.join(it['labels'])}" if it["labels"] else ""
+    return ", ".join(it["device_ids"]) or numbers + labels
 
 
 def _window(window: JSON) -> str:
@@ -1274,6 +1276,7 @@ def reservation(it: JSON) -> RenderableType:
             ("state", it["state"]),
             ("devices", _reserved(it)),
             ("serving now", serve),
+            ("kept for it now", ", ".join(it["kept_device_ids"]) or None),
             ("island", it["island"]),
             ("repeats", f"{it['rule']} ({it['timezone']})" if it["rule"] else None),
             ("windows", it["windows_ahead"]),

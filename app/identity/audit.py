@@ -106,6 +106,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
         "user_id",
         "devices",
         "device_ids",
+        "labels",
         "begins_at",
         "ends_at",
         "rule",

@@ -27,7 +27,6 @@ from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import Session
 
 from app.core.fairness.budget import Budget, budget_of, time_us
-from app.core.fairness.reservation import ReservedTime
 from app.core.model.device_choice import with_packages
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
@@ -50,6 +49,7 @@ from app.db.models import (
     Task,
     Tenant,
 )
+from app.db.reserved_times import ReservedTimes
 from app.errors import BadInput, Conflict
 from app.scheduling import budgets, ledger, snapshot_reader
 
@@ -135,12 +135,13 @@ def _still(session: Session, island: str) -> Snapshot:
 def _reserved(session: Session, island: str) -> tuple[ReservedFor, ...]:
     """Return the windows of the island's reservations that are known still, by begin."""
     owners, found = dict[str, tuple[str, ...]](), []
+    time_of = ReservedTimes(session, island)
     for window, it in _windows(session, island, Reservation.tenant_id.is_not(None)):
         if it.id not in owners:
             path = tuple(each.id for each in tenant_tree.path(session, str(it.tenant_id)))
-            owners[it.id] = (*path, it.user_id) if it.user_id else path
-        ends = time_us(window.begins_at), time_us(window.ends_at)
-        found.append(ReservedFor(owners[it.id], ReservedTime(*ends, it.devices), it.id))
+            owners[it.id] = (it.user_id, *path) if it.user_id else path
+        time = time_of(it, window.begins_at, window.ends_at)
+        found.append(ReservedFor(owners[it.id], time, it.id))
     return tuple(found)
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from sqlalchemy import and_, delete, exists, func, or_, select, text
+from sqlalchemy import ColumnElement, and_, delete, exists, false, func, or_, select, text
 from sqlalchemy.orm import Session
 
 from app.core.fairness import reservation
-from app.core.fairness.budget import time_us
-from app.core.fairness.reservation import Reserved, ReservedTime
+from app.core.fairness.reservation import Reserved
+from app.core.fairness.reserved_devices import kept
 from app.db import tenant_tree, transactions
 from app.db.models import (
     Device,
@@ -31,6 +31,7 @@ from app.db.models import (
     Tenant,
     User,
 )
+from app.db.reserved_times import ReservedTimes, is_known
 from app.identity import audit
 from app.intake import actions, reserved_tasks
 
@@ -40,7 +41,6 @@ _TRY_TO_DECIDE = text("select pg_try_advisory_xact_lock(:key)").bindparams(key=_
 _LEAD = timedelta(seconds=reservation.LEAD_MOST_S)
 _Owner = TypeVar("_Owner", Tenant, User)
 KEPT = timedelta(days=30)  # a reservation is forgotten so long after its last window
-SEEN = timedelta(days=7)  # a device that has not reported for longer cannot be reserved
 
 
 def lock(session: Session) -> None:
@@ -55,8 +55,8 @@ def reservable(session: Session, island: str) -> dict[str, int]:
     """Return how many devices of each kind an island can promise: those it has, without what it
     guarantees to tenants at the top of the tree at all times.
     """
-    known = Device.seen_at > transactions.now(session) - SEEN
-    query = select(Device.kind, func.count()).where(Device.island == island, known)
+    known = Device.island == island, is_known(session)
+    query = select(Device.kind, func.count()).where(*known)
     has = Counter({kind: number for kind, number in session.execute(query.group_by(Device.kind))})
     root = select(Tenant.id).where(Tenant.parent_id.is_(None)).scalar_subquery()
     tops = select(Tenant.guarantee).where(or_(Tenant.parent_id == root, Tenant.id == root))
@@ -71,18 +71,14 @@ def reserved_in(session: Session, island: str, *, but: str = "") -> Reserved:
     """
     mine = (Reservation.island == island) & (Reservation.id != but)
     ahead = ReservationWindow.ends_at > transactions.now(session)
-    query = select(ReservationWindow, Reservation.devices).join(
+    query = select(ReservationWindow, Reservation).join(
         Reservation, Reservation.id == ReservationWindow.reservation_id
     )
+    time_of = ReservedTimes(session, island)
     return Reserved.of(
-        reserved_time(window.begins_at, window.ends_at, devices)
-        for window, devices in session.execute(query.where(mine, ahead))
+        time_of(it, window.begins_at, window.ends_at)
+        for window, it in session.execute(query.where(mine, ahead))
     )
-
-
-def reserved_time(begins_at: datetime, ends_at: datetime, devices: dict[str, int]) -> ReservedTime:
-    """Return a window with its devices, in the form that is counted."""
-    return ReservedTime(time_us(begins_at), time_us(ends_at), devices)
 
 
 # --- what is in force -----------------------------------------------------------------------------
@@ -98,13 +94,19 @@ def look(session: Session) -> bool:
     return put_in_force(session)
 
 
+_IS_NAMED = (Reservation.device_ids != []) | (Reservation.labels != [])
+
+
 def _anything_due(session: Session) -> Any:
     now = transactions.now(session)
     begins_at, over = ReservationWindow.begins_at, ReservationWindow.ends_at <= now
     near = and_(Reservation.tenant_id.is_(None), begins_at <= now + _LEAD)
     due = and_(~ReservationWindow.in_force, ~over, or_(begins_at <= now, near))
     ended = and_(ReservationWindow.in_force, over)
-    return exists().where(Reservation.id == ReservationWindow.reservation_id, or_(ended, due))
+    # whoever takes the place of a device that is lost must be looked for all the time
+    keeps = and_(ReservationWindow.in_force, Reservation.tenant_id.is_not(None), _IS_NAMED)
+    mine = Reservation.id == ReservationWindow.reservation_id
+    return exists().where(mine, or_(ended, due, keeps))
 
 
 def put_in_force(session: Session, *, freed: Iterable[str] = ()) -> bool:
@@ -132,7 +134,9 @@ def put_in_force(session: Session, *, freed: Iterable[str] = ()) -> bool:
     for window, it in in_force:
         if still := back.intersection(it.device_ids):
             _take_out(session, window, it, sorted(still))
-    changed |= _promise(session, [it for _, it in in_force if it.tenant_id is not None])
+    promised = [it for _, it in in_force if it.tenant_id is not None]
+    changed |= _promise(session, promised)
+    changed |= _keep(session, promised)
     changed |= reserved_tasks.mark(session)
     _forget(session, now)
     return changed
@@ -183,6 +187,34 @@ def _promise(session: Session, in_force: Iterable[Reservation]) -> bool:
             changed |= owner.reserved != now
             owner.reserved = now
     return changed
+
+
+def _keep(session: Session, in_force: Iterable[Reservation]) -> bool:
+    """Write to devices which reservation keeps them now, by their ids or labels; True if that has
+    changed. One that does not serve is replaced where another one suits.
+    """
+    islands = defaultdict[str, list[Reservation]](list)
+    for it in in_force:
+        if it.device_ids or it.labels:
+            islands[it.island].append(it)
+    columns = Device.id, Device.reserved_by, _serves(session)
+    known = or_(Device.reserved_by != "", Device.island.in_(islands))
+    rows = session.execute(select(*columns).join(Host, Host.name == Device.host).where(known)).all()
+    before = {id: by for id, by, _ in rows if by}
+    idle, now = [id for id, _, serves in rows if not serves], dict[str, str]()
+    for island, mine in islands.items():
+        times = ReservedTimes(session, island)
+        demands = (found for it in mine for found in times.named(it).items())
+        now |= kept(demands, before, but=idle)
+    changed = [id for id in before.keys() | now.keys() if before.get(id) != now.get(id)]
+    for device in _locked(session, changed) if changed else ():
+        device.reserved_by = now.get(device.id, "")
+    return bool(changed)
+
+
+def _serves(session: Session) -> ColumnElement[bool]:
+    alive = func.coalesce(Device.lease_until > transactions.now(session), false())
+    return and_(alive, ~Device.cordoned, ~Host.cordoned)
 
 
 def _showing(session: Session, kind: type[_Owner], wanted: Iterable[str]) -> Sequence[_Owner]:

@@ -126,6 +126,7 @@ def change_reservations(
     number: Field = "",
     devices: Field = "",
     device_ids: Field = "",
+    labels: Field = "",
     begins: Field = "",
     ends: Field = "",
     timezone: Field = "UTC",
@@ -149,6 +150,7 @@ def change_reservations(
         wanted = {
             "devices": forms.numbers_by_kind("devices", devices) if devices.strip() else None,
             "device_ids": _names(device_ids) or None,
+            "labels": _names(labels),
             "begins_at": _time(begins, timezone, "/begins_at") if begins else None,
             "ends_at": _time(ends, timezone, "/ends_at") if ends else None,
             "timezone": timezone,
@@ -156,14 +158,17 @@ def change_reservations(
             "note": note.strip() or None,
         }
         before = of_reservations.get_reservation(reservation, caller, session)
-        changes = {name: value for name, value in wanted.items() if before.get(name) != value}
+        shown = {**before, "devices": None} if before["device_ids"] else before
+        changes = {name: value for name, value in wanted.items() if shown.get(name) != value}
         body = forms.filled(ReservationPatch, **changes)
         of_reservations.change_reservation(reservation, body, caller, session)
         told = forms.Told(words=f"{before['name']} is changed.")
     else:
         what: dict[str, Any] = {"maintenance": True, "device_ids": _names(device_ids)}
         if do == "reserve":
-            what = {"tenant_id": tenant_id, "devices": {kind.strip(): _number(number)}}
+            counts = {kind.strip(): _number(number)} if number.strip() else {}
+            what = {"tenant_id": tenant_id, "devices": counts}
+            what |= {"labels": _names(labels), "device_ids": _names(device_ids)}
         made = forms.filled(
             ReservationIn,
             name=name.strip(),

@@ -34,7 +34,7 @@ from app.core.model.snapshot import (
     Terms,
 )
 from app.core.scheduling.stays import LEAVES_A_SEAT
-from app.db.models import Account, Host, LedgerBase, Need, Placement
+from app.db.models import Account, Host, LedgerBase, Need, Placement, Reservation
 from app.db.models import Device as DeviceRow
 from app.db.models import Lift as LiftRow
 from app.db.models import Task as TaskRow
@@ -156,6 +156,7 @@ def devices(
     query = (
         select(*_DEVICE, Host.cordoned.label("drained"))
         .join(Host, Host.name == DeviceRow.host)
+        .outerjoin(Reservation, Reservation.id == DeviceRow.reserved_by)
         .where(DeviceRow.island == island)
     )
     rows = session.execute(query if where is None else query.where(where))
@@ -171,6 +172,7 @@ _DEVICE = (
         func.nullif(DeviceRow.maintenance, ""),
     ).label("unfit"),
     DeviceRow.facts["stopping"].label("stopping"),
+    func.coalesce(Reservation.user_id, Reservation.tenant_id).label("reserved_for"),
     *(DeviceRow.facts[name].label(name) for name in (*TRAITS, *NOW, "rack", "location")),
 )  # fmt: skip
 
@@ -191,6 +193,7 @@ def _device(row: AnyRow) -> BoardDevice:
         traits=traits_now(row._mapping),
         rack=row.rack or "",
         inside=tuple(row.location or ()),
+        reserved_for=row.reserved_for or "",
     )
 
 

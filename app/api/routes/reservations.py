@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -21,6 +22,8 @@ from app.api.problems import declared
 from app.api.reservation_windows import Times, Windows, changed_windows, first_windows
 from app.api.schemas.base import KIND, Page
 from app.api.schemas.reservations import (
+    DeviceId,
+    DeviceLabel,
     FreeTimesOut,
     ReservationIn,
     ReservationOut,
@@ -33,6 +36,7 @@ from app.core.units import counted
 from app.db import tenant_tree, transactions
 from app.db.ids import new_id
 from app.db.models import Device, Island, Reservation, ReservationWindow, Tenant, User
+from app.db.reserved_times import ReservedTimes
 from app.db.transactions import Db, after_commit
 from app.db.user_limits import bound_of
 from app.errors import BadInput, Conflict, NotFound
@@ -46,9 +50,9 @@ MOST = 1000  # reservations that have not ended
 MOST_SHOWN = 100  # windows in an answer
 _AHEAD = timedelta(days=60)  # how far free times are looked for
 _MOST_FREE = 20
-_ONLY_NUMBERS = "only maintenance names devices; give their number in `devices`"
+_NOT_BOTH = "give either `device_ids`, or a number of devices in `devices`, maybe with `labels`"
 _ONLY_IDS = "maintenance names device_ids only"
-_NO_NUMBER = "say how many devices of which kind"
+_NO_NUMBER = "say how many devices of which kind, or which in `device_ids`"
 
 
 @router.post(
@@ -74,8 +78,9 @@ def create_reservation(
     island = _island(session, body.island, which)
     times = Times(body.begins_at, body.ends_at, body.rule, body.timezone)
     found = first_windows(times, transactions.now(session))
-    it = _maintenance(session, body, island) if body.maintenance else _guarantee(session, body)
+    it = _maintenance(session, body) if body.maintenance else _guarantee(session, body)
     it.island, it.created_by = island, caller.user_name
+    _take_devices(session, it, body)
     _check_room(session, it, found)
     session.add(it)
     session.flush()
@@ -109,27 +114,37 @@ def list_free_times(
     session: Db,
     kind: Annotated[str, Query(pattern=f"^{KIND}$")] = "cuda",
     devices: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
+    label: Annotated[Sequence[DeviceLabel], Query(max_length=16)] = (),
+    device_id: Annotated[Sequence[DeviceId], Query(max_length=1000)] = (),
     for_s: Annotated[int, Query(ge=1, le=5_184_000)] = 3600,
     since: Time = None,
     island: str | None = None,
 ) -> dict[str, Any]:
     """Lists up to 20 times in the 60 days after `since`, or after now, in which so many devices are
-    free for `for_s` seconds or longer.
+    free for `for_s` seconds or longer: any of the kind, those with each `label`, or those that
+    `device_id` names.
     """
-    name = _island(session, island, Device.kind == kind, pointer="?island")
+    which = Device.id.in_(device_id) if device_id else Device.kind == kind
+    name = _island(session, island, which, pointer="?island")
+    wanted = Reservation(devices={kind: devices}, device_ids=[], labels=[*label])
+    if device_id:
+        wanted.devices, wanted.device_ids = _named(session, device_id, name, "?device_id")
+        if len(wanted.devices) > 1:
+            raise BadInput.at("?device_id", "must be devices of one kind", "kind")
+        [(kind, devices)] = wanted.devices.items()
     now = transactions.now(session)
     begins_at = max(now, since or now)
     if begins_at > now + recurrences.HORIZON:
         raise BadInput.at("?since", "must lie within two years from now", "too-late")
     has = reservations.reservable(session, name)
-    wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, {kind: devices})
     taken = reservations.reserved_in(session, name)
+    time = ReservedTimes(session, name)(wanted, begins_at, begins_at + _AHEAD)
     return {
         "island": name,
         "kind": kind,
         "devices": devices,
         "reservable": has.get(kind, 0),
-        "windows": _free_times(taken, wanted, has, lasting=timedelta(seconds=for_s)),
+        "windows": _free_times(taken, time, has, lasting=timedelta(seconds=for_s)),
     }
 
 
@@ -164,9 +179,9 @@ def change_reservation(
     if "note" in body.model_fields_set:
         it.note = body.note or ""
     given = body.model_dump(include={*Times._fields}, exclude_none=True)
-    devices = _changed_devices(session, it, body)
-    if given or devices is not None:
-        _change(session, it, given, devices)
+    devices = {"devices", "device_ids", "labels"} & body.model_dump(exclude_none=True).keys()
+    if given or devices:
+        _change(session, it, given, body if devices else None)
         after_commit(session, partial(outbox.nudge_island, it.island))
     session.flush()
     return shown(session, [it])[0]
@@ -222,36 +237,55 @@ def _new(session: Session, body: ReservationIn) -> Reservation:
     )
 
 
-def _maintenance(session: Session, body: ReservationIn, island: str) -> Reservation:
-    for name in ("tenant_id", "user_id", "devices"):
+def _maintenance(session: Session, body: ReservationIn) -> Reservation:
+    for name in ("tenant_id", "user_id"):
         if getattr(body, name):
             raise BadInput.at(f"/{name}", _ONLY_IDS, "maintenance")
-    devices, ids = _maintained(session, body.device_ids, island)
-    it = _new(session, body)
-    it.devices, it.device_ids = devices, ids
-    return it
+    return _new(session, body)
 
 
-def _maintained(
-    session: Session, given: Sequence[str], island: str
+def _take_devices(
+    session: Session, it: Reservation, body: ReservationIn | ReservationPatch
+) -> None:
+    """Let a reservation or maintenance take the devices that a call gives; raises BadInput."""
+    if it.tenant_id is None:
+        for name in ("devices", "labels"):
+            if getattr(body, name):
+                raise BadInput.at(f"/{name}", _ONLY_IDS, "maintenance")
+    if body.device_ids or it.tenant_id is None:
+        for name in ("devices", "labels"):
+            if getattr(body, name):
+                raise BadInput.at("/device_ids", _NOT_BOTH, "devices")
+        it.devices, it.device_ids = _named(session, body.device_ids or (), it.island)
+        it.labels = []
+    else:
+        if body.labels is not None:
+            it.labels = sorted({*body.labels})
+        if not body.devices and (it.device_ids or body.devices is not None or not it.devices):
+            raise BadInput.at("/devices", _NO_NUMBER, "required")
+        it.devices, it.device_ids = dict(body.devices or it.devices), []
+    user = session.get_one(User, it.user_id) if it.user_id else None
+    if it.tenant_id is not None:
+        _check_limits(session, it, user)
+
+
+def _named(
+    session: Session, given: Sequence[str], island: str, pointer: str = "/device_ids"
 ) -> tuple[dict[str, int], list[str]]:
-    """Return how many devices of each kind are maintained, and which."""
+    """Return how many devices of each kind are named, and which."""
     ids = sorted(set(given))
     if not ids:
-        raise BadInput.at("/device_ids", "name the devices that take no work", "required")
+        raise BadInput.at(pointer, "name the devices that take no work", "required")
     mine = Device.id.in_(ids), Device.island == island
     kinds = {id: kind for id, kind in session.execute(select(Device.id, Device.kind).where(*mine))}
     for n, id in enumerate(given):
         if id not in kinds:
-            raise BadInput.at(f"/device_ids/{n}", f"{island} has no device {id}", "unknown-device")
+            at = f"{pointer}/{n}" if pointer.startswith("/") else pointer
+            raise BadInput.at(at, f"{island} has no device {id}", "unknown-device")
     return {kind: [*kinds.values()].count(kind) for kind in sorted({*kinds.values()})}, ids
 
 
 def _guarantee(session: Session, body: ReservationIn) -> Reservation:
-    if body.device_ids:
-        raise BadInput.at("/device_ids", _ONLY_NUMBERS, "maintenance")
-    if not body.devices:
-        raise BadInput.at("/devices", _NO_NUMBER, "required")
     user = session.get(User, body.user_id) if body.user_id else None
     if body.user_id and (user is None or user.deleted_at is not None):
         raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
@@ -263,17 +297,14 @@ def _guarantee(session: Session, body: ReservationIn) -> Reservation:
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     if user is not None and user.tenant_id != tenant_id:
         raise BadInput.at("/user_id", f"{user.name} is a user of another tenant", "unknown-user")
-    _check_limits(session, body.devices, tenant_id, user)
     it = _new(session, body)
-    it.tenant_id, it.user_id, it.devices = tenant_id, body.user_id, dict(body.devices)
+    it.tenant_id, it.user_id = tenant_id, body.user_id
     return it
 
 
-def _check_limits(
-    session: Session, devices: Mapping[str, int], tenant_id: str, user: User | None
-) -> None:
+def _check_limits(session: Session, it: Reservation, user: User | None) -> None:
     """Refuse what limits would keep the tenant or the user from using (rule F4)."""
-    ids = [each.id for each in tenant_tree.path(session, tenant_id)]
+    ids = [each.id for each in tenant_tree.path(session, str(it.tenant_id))]
     limits = [
         (it.name, it.limit) for it in session.scalars(select(Tenant).where(Tenant.id.in_(ids)))
     ]
@@ -282,38 +313,19 @@ def _check_limits(
         row = session.execute(both.where(User.id == user.id)).one()
         limits.append((user.name, bound_of(row, "limit") or {}))
     for name, limit in limits:
-        for kind, number in devices.items():
+        for kind, number in it.devices.items():
             most = min(limit.get(key, number) for key in (kind, tenant_tree.ALL))
             if most < number:
                 told = f"{name} has a limit of {counted(most, 'device')}; raise it first"
-                raise BadInput.at(f"/devices/{kind}", told, "limit")
-
-
-def _changed_devices(
-    session: Session, it: Reservation, body: ReservationPatch
-) -> tuple[dict[str, int], list[str]] | None:
-    """Return the devices that a change asks for, by number and by name; None if they stay."""
-    if it.tenant_id is None:
-        if body.devices is not None:
-            raise BadInput.at("/devices", _ONLY_IDS, "maintenance")
-        ids = body.device_ids
-        return None if ids is None else _maintained(session, ids, it.island)
-    if body.device_ids is not None:
-        raise BadInput.at("/device_ids", _ONLY_NUMBERS, "maintenance")
-    if body.devices is None:
-        return None
-    if not body.devices:
-        raise BadInput.at("/devices", _NO_NUMBER, "required")
-    user = session.get_one(User, it.user_id) if it.user_id else None
-    _check_limits(session, body.devices, it.tenant_id, user)
-    return dict(body.devices), []
+                at = "/device_ids" if it.device_ids else f"/devices/{kind}"
+                raise BadInput.at(at, told, "limit")
 
 
 def _change(
     session: Session,
     it: Reservation,
     given: Mapping[str, Any],
-    devices: tuple[dict[str, int], list[str]] | None,
+    devices: ReservationPatch | None,
 ) -> None:
     """Change when it is, and of which devices; raises BadInput or Conflict if that cannot be."""
     times = Times(it.begins_at, it.ends_at, it.rule, it.timezone)
@@ -324,7 +336,8 @@ def _change(
         more = {"window": f"from {_text(found[0][0])} to {_text(found[0][1])}"}
         audit.changed_too(session, it, more)
     it.begins_at, it.ends_at, it.rule, it.timezone = times
-    it.devices, it.device_ids = devices or (it.devices, it.device_ids)
+    if devices is not None:
+        _take_devices(session, it, devices)
     _check_room(session, it, found)
     reservations.reschedule(session, it, dict(found))
     reservations.put_in_force(session, freed=freed)
@@ -335,26 +348,36 @@ def _check_room(session: Session, it: Reservation, found: Windows) -> None:
     if it.tenant_id is None:
         return
     has = reservations.reservable(session, it.island)
-    wanted = [reservations.reserved_time(*window, it.devices) for window in found]
+    time_of = ReservedTimes(session, it.island)
+    wanted = [time_of(it, *window) for window in found]
     taken = reservations.reserved_in(session, it.island, but=it.id)
     short = taken.shortage(wanted, has)
     if short is not None:
-        raise Conflict(_told(session, it, short, taken, has))
+        raise Conflict(_told(session, it, short, taken, has, time_of))
 
 
 def _told(
-    session: Session, it: Reservation, short: Shortage, taken: Reserved, has: dict[str, int]
+    session: Session,
+    it: Reservation,
+    short: Shortage,
+    taken: Reserved,
+    has: dict[str, int],
+    time_of: ReservedTimes,
 ) -> str:
     begins_at, ends_at = time_at(short.begins_us), time_at(short.ends_us)
-    of = f"of {counted(short.wanted, short.kind + ' device')} only {short.free} can be reserved"
-    told = f"{of} from {_text(begins_at)} to {_text(ends_at)}"
+    what = f"{'named ' * bool(it.device_ids)}{short.kind} device"
+    labels = f" with label {' and '.join(it.labels)}" * bool(it.labels)
+    of = f"of {counted(short.wanted, what)}{labels} only {short.free}"
+    told = f"{of} can be reserved from {_text(begins_at)} to {_text(ends_at)}"
     if names := reservations.names_in(session, it.island, begins_at, ends_at, but=it.id):
         told += f"; reserved then: {', '.join(names[:5])}"
-    lasting = ends_at - begins_at
-    wanted = reservations.reserved_time(begins_at, begins_at + _AHEAD, it.devices)
-    if free := _free_times(taken, wanted, has, lasting=lasting):
+    wanted = time_of(it, begins_at, begins_at + _AHEAD)
+    if free := _free_times(taken, wanted, has, lasting=ends_at - begins_at):
         return f"{told}; next free: from {_text(free[0]['begins_at'])}"
-    return f"{told}; {it.island} can reserve {has.get(short.kind, 0)} in all"
+    most = has.get(short.kind, 0)
+    if short.kind in wanted.named:
+        most = min(most, len(wanted.named[short.kind].among))
+    return f"{told}; {it.island} can reserve {most} in all"
 
 
 def _text(at: datetime) -> str:
@@ -398,22 +421,26 @@ def shown(session: Session, rows: Sequence[Reservation]) -> list[dict[str, Any]]
     query = select(ReservationWindow).where(mine, ahead).order_by(ReservationWindow.begins_at)
     for window in session.scalars(query):
         windows.setdefault(window.reservation_id, []).append(window)
-    serving = select(Device.island, Device.kind, func.count()).where(
-        Device.lease_until > now, ~Device.cordoned
-    )
-    serve = {
-        (island, kind): number
-        for island, kind, number in session.execute(serving.group_by(Device.island, Device.kind))
-    }
-    return [_out(it, windows.get(it.id, []), serve, now) for it in rows]
+    serving = Device.lease_until > now, ~Device.cordoned
+    islands = {it.island: ReservedTimes(session, it.island) for it in rows}
+    columns = Device.island, Device.kind, Device.id, Device.reserved_by
+    serve = session.execute(select(*columns).where(Device.island.in_(islands), *serving)).all()
+    return [_out(it, windows.get(it.id, []), islands[it.island], serve, now) for it in rows]
 
 
 def _out(
     it: Reservation,
     ahead: list[ReservationWindow],
-    serve: dict[tuple[str, str], int],
+    times: ReservedTimes,
+    serve: Sequence[Any],
     now: datetime,
 ) -> dict[str, Any]:
+    named = times.named(it)
+    suits = Counter(
+        kind
+        for island, kind, id, _ in serve
+        if island == it.island and (kind not in named or id in named[kind].among)
+    )
     if not ahead:
         state = "ended"
     else:
@@ -423,7 +450,8 @@ def _out(
         **shown,
         "maintenance": it.tenant_id is None,
         "state": state,
-        "available": {kind: serve.get((it.island, kind), 0) for kind in it.devices},
+        "kept_device_ids": sorted(id for *_, id, by in serve if by == it.id),
+        "available": {kind: suits[kind] for kind in it.devices},
         "windows": [
             {"begins_at": each.begins_at, "ends_at": each.ends_at} for each in ahead[:MOST_SHOWN]
         ],

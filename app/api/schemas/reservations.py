@@ -25,8 +25,12 @@ _Devices = Annotated[
     Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": f"^{KIND}$"}}),
 ]
 _DEVICES = "The number of devices by kind."
-_Ids = Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1000)]
-_IDS = "For maintenance: the devices that take no work."
+DeviceId = Annotated[str, Field(max_length=128)]
+DeviceLabel = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+_Ids = Annotated[list[DeviceId], Field(max_length=1000)]
+_IDS = "These very devices, instead of a number of them. For maintenance: those that take no work."
+_Labels = Annotated[list[DeviceLabel], Field(max_length=16)]
+_LABELS = "The labels of all devices that `devices` counts, as tasks ask for them."
 _TENANT = "The tenant for which the devices are guaranteed; default: that of `user_id`."
 _USER = "The only user of the tenant for whom they are guaranteed."
 _RULE = (
@@ -62,6 +66,7 @@ class ReservationIn(In):
     devices: _Devices = Field({}, description=_DEVICES)
     maintenance: bool = Field(False, description="Take `device_ids` out of service instead.")
     device_ids: _Ids = Field([], description=_IDS)
+    labels: _Labels = Field([], description=_LABELS)
     begins_at: Instant = Field(description="When the first window begins.")
     ends_at: Instant = Field(description="When the first window ends.")
     rule: _Rule = Field("", description=_RULE)
@@ -81,6 +86,7 @@ class ReservationPatch(In):
     model_config = example(ends_at=_TO, devices={"cuda": 4})
     devices: _Devices | None = Field(None, description=_DEVICES)
     device_ids: _Ids | None = Field(None, description=_IDS)
+    labels: _Labels | None = Field(None, description=_LABELS)
     begins_at: Time = Field(None, description="When the first window begins.")
     ends_at: Time = Field(None, description="When the first window ends, or the present one.")
     rule: _Rule | None = Field(None, description=_RULE)
@@ -108,6 +114,8 @@ class ReservationOut(Out):
         devices={"cuda": 8},
         maintenance=False,
         device_ids=[],
+        labels=["nvlink"],
+        kept_device_ids=[],
         state="planned",
         available={"cuda": 8},
         windows=[{"begins_at": _FROM, "ends_at": _TO}],
@@ -126,10 +134,15 @@ class ReservationOut(Out):
     devices: dict[str, int] = Field(description=_DEVICES)
     maintenance: bool
     device_ids: list[str] = Field(description=_IDS)
+    labels: list[str] = Field(description=_LABELS)
+    kept_device_ids: list[str] = Field(
+        description="Of a reservation with `device_ids` or `labels`, inside its windows: the "
+        "devices that are kept for it now."
+    )
     state: Literal["planned", "active", "ended"]
     available: dict[str, int] = Field(
-        description="How many devices of each kind serve now, for this reservation and all others; "
-        "if these are fewer than reserved, it is filled in part."
+        description="How many devices of each kind that suit it serve now, for this reservation "
+        "and all others; if these are fewer than reserved, it is filled in part."
     )
     windows: list[WindowOut]
     windows_ahead: int = Field(description="The number of windows that have not ended.")

@@ -24,6 +24,14 @@ _Name = Annotated[str, typer.Argument(metavar="RESERVATION", help="name or id of
 _Devices = Annotated[
     list[str] | None, typer.Option("--devices", help="KIND=NUMBER, such as cuda=8; repeatable")
 ]
+_Ids = Annotated[
+    list[str] | None,
+    typer.Option("--device-id", metavar="DEVICE", help="this very device; repeatable"),
+]
+_Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", help="a label that the devices have; repeatable"),
+]
 _Maintenance = Annotated[
     list[str] | None,
     typer.Option("--maintenance", metavar="DEVICE", help="take a device out; repeatable"),
@@ -55,6 +63,8 @@ def add_reservation(
     begins: Annotated[str, typer.Option("--from", help=_FROM)],
     ends: Annotated[str, typer.Option("--to", help="when the first window ends")],
     devices: _Devices = None,
+    label: _Labels = None,
+    device_id: _Ids = None,
     tenant: Annotated[str, typer.Option("--for", help="name or id of the tenant")] = "",
     user: Annotated[str, typer.Option(help="the only user of the tenant that it is for")] = "",
     maintenance: _Maintenance = None,
@@ -70,10 +80,9 @@ def add_reservation(
     for key, value in (("island", island), ("note", note)):
         if value:
             body[key] = value
+    body |= _wanted(devices, label, device_id)
     if maintenance:
         body |= {"maintenance": True, "device_ids": maintenance}
-    if devices:
-        body["devices"] = dict(_number(text) for text in devices)
     with root_command.connect(ctx) as client:
         if tenant:
             body["tenant_id"] = find_named(client, "tenant", tenant)["id"]
@@ -90,6 +99,8 @@ def change_reservation(
     begins: Annotated[str, typer.Option("--from", help="begin of the next window")] = "",
     ends: Annotated[str, typer.Option("--to", help="its end; alone: of the present one")] = "",
     devices: _Devices = None,
+    label: _Labels = None,
+    device_id: _Ids = None,
     maintenance: _Maintenance = None,
     repeat: Annotated[str, typer.Option(help=_REPEAT + "; or none")] = "",
     timezone: Annotated[str, typer.Option(help="another zone; default: that it has")] = "",
@@ -100,13 +111,11 @@ def change_reservation(
 
     `--to` alone, inside a window, moves the end of that window.
     """
-    body: JSON = {}
+    body = _wanted(devices, label, device_id)
     if repeat:
         body["rule"] = "" if repeat == "none" else repeat
     if note:
         body["note"] = None if note == "none" else note
-    if devices:
-        body["devices"] = dict(_number(text) for text in devices)
     if maintenance:
         body["device_ids"] = maintenance
     with root_command.connect(ctx) as client:
@@ -125,14 +134,19 @@ def change_reservation(
 @reservation.command("free")
 def list_free_times(
     ctx: typer.Context,
-    devices: Annotated[str, typer.Argument(metavar="KIND=NUMBER", help="such as cuda=8")],
+    devices: Annotated[str, typer.Argument(metavar="KIND=NUMBER", help="such as cuda=8")] = "",
+    label: _Labels = None,
+    device_id: _Ids = None,
     lasting: Annotated[str, typer.Option("--for", help="how long: 90m, 8h, 2d")] = "1h",
     island: Annotated[str, typer.Option(help="if there are several")] = "",
     output: Format = Output.table,
 ) -> None:
     """List when so many devices can be reserved, in the next 60 days."""
-    kind, number = _number(devices)
-    wanted: JSON = {"kind": kind, "devices": number}
+    if not (devices or device_id):
+        raise typer.BadParameter("say how many, such as cuda=8, or which with --device-id")
+    wanted: JSON = {"label": label or [], "device_id": device_id or []}
+    if devices:
+        wanted["kind"], wanted["devices"] = _number(devices)
     try:
         wanted["for_s"] = round(parse_seconds(lasting))
     except ValueError as error:
@@ -150,6 +164,20 @@ def remove_reservation(ctx: typer.Context, name: _Name) -> None:
     with root_command.connect(ctx) as client:
         client.delete(f"/v1/reservations/{find_named(client, 'reservation', name)['id']}")
     err().print(f"{name} is removed.")
+
+
+def _wanted(
+    devices: list[str] | None, labels: list[str] | None, device_ids: list[str] | None
+) -> JSON:
+    """Return the devices that a call asks for; "none" takes the labels away."""
+    body: JSON = {}
+    if devices:
+        body["devices"] = dict(_number(text) for text in devices)
+    if labels:
+        body["labels"] = [] if labels == ["none"] else labels
+    if device_ids:
+        body["device_ids"] = device_ids
+    return body
 
 
 def _number(text: str) -> tuple[str, int]:

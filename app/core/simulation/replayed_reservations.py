@@ -19,7 +19,7 @@ from app.core.model.reserved_task import ReservationStanding
 class ReservedFor(NamedTuple):
     """Says which tenants or users are promised the devices of a window.
 
-    `owners` are the tenant, all tenants above it and, if it is for a user, that user.
+    `owners` are the user that it is for, if it is for one, the tenant, and all tenants above it.
     `reservation` is named by tasks that run in its windows alone.
     """
 
@@ -63,7 +63,7 @@ class ReplayedReservations:
         """Return, by device, the tenant or user for which it is reserved by name now."""
         at_us = self.begins_us + now_us
         now = [
-            (owners[-1], kind, demand)
+            (owners[0], kind, demand)
             for owners, (begins_us, ends_us, _, named), _ in self.windows
             if owners and begins_us <= at_us < ends_us
             for kind, demand in named.items()

@@ -95,6 +95,8 @@ class Device(Base):
     fitness: Mapped[dict[str, Any]] = json_column()
     # why it takes no work for a time that was planned (`app.scheduling.reservations`); "": it does
     maintenance: Mapped[str] = mapped_column(server_default="")
+    # id of the reservation that keeps this very device now, by its id or labels; "": of none
+    reserved_by: Mapped[str] = mapped_column(server_default="")
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)

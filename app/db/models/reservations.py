@@ -25,7 +25,9 @@ class Reservation(Base):
     tenant_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"), index=True)
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"), index=True)
     devices: Mapped[dict[str, Any]] = json_column()  # number of devices by kind
+    # the only devices that it takes, if it names them; or the labels of all that it takes
     device_ids: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
+    labels: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
     begins_at: Mapped[datetime]  # of the first window, as it was given
     ends_at: Mapped[datetime]
     rule: Mapped[str] = mapped_column(server_default="")  # how it repeats; "": not at all

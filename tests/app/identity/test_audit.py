@@ -276,7 +276,7 @@ def test_every_column_set_by_an_administrator_is_watched():
         "old_secret_until", "links", "enrolled_at", "health", "encrypted", "key_id",
         "exhausted", "budget_ends_at", "ends_at", "granted_us", "carried_us", "spent_us", "told",
         "notify",  # a user's own
-        "reserved", "maintenance", "created_by",
+        "reserved", "reserved_by", "maintenance", "created_by",
     }  # fmt: skip
     for model, watched in audit.WATCHED.items():
         names = {column.key for column in model.__table__.columns}

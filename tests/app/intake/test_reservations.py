@@ -204,6 +204,10 @@ def test_free_times_are_those_in_which_a_call_succeeds(root, isle, kind):
         ({"devices": {"cpu": 1}, "user_id": "usr_blue.member"}, "/user_id"),
         ({"devices": {"cpu": 1}, "device_ids": ["h.0"]}, "/device_ids"),
         ({"devices": {"cpu": 1}, "island": "nowhere"}, "/island"),
+        ({"device_ids": ["h.0"], "labels": ["fast"]}, "/device_ids"),
+        ({"device_ids": ["h.none"]}, "/device_ids/0"),
+        ({"labels": ["fast"]}, "/devices"),
+        ({"maintenance": True, "device_ids": ["h.0"], "labels": ["fast"]}, "/labels"),
         ({"devices": {"cpu": 1}, "timezone": "Europe/Berlinn"}, "/timezone"),
         ({"devices": {"cpu": 1}, "rule": "FREQ=NEVER"}, "/rule"),
         ({"devices": {"cpu": 1}, "lasts": -1.0}, "/ends_at"),
@@ -343,7 +347,9 @@ def test_reservation_that_is_moved_away_waits_again(root, isle, kind, session):
     ("begun", "more", "pointer"),
     [
         (False, {"devices": {}}, "/devices"),
-        (False, {"device_ids": ["h.0"]}, "/device_ids"),
+        (False, {"device_ids": ["h.none"]}, "/device_ids/0"),
+        (False, {"device_ids": ["h.0"], "labels": ["fast"]}, "/device_ids"),
+        (False, {"labels": ["no label"]}, "/labels/0"),
         (False, {"ends_at": -1.0}, "/ends_at"),
         (False, {"begins_at": 3.0}, "/ends_at"),
         (False, {"begins_at": 20000.0, "ends_at": 20001.0}, "/begins_at"),
@@ -403,6 +409,121 @@ def test_maintenance_that_is_changed_drains_other_devices(root, isle, session):
     assert not root.get(f"/v1/devices/{second}").json()["cordoned"]
 
 
+# --- certain devices ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fast(isle, session):
+    """Let one device of the island have a label."""
+    return label(session, isle[1].id, "fast")
+
+
+def label(session, id, *labels):
+    facts = {**session.get_one(Device, id).facts, "labels": [*labels]}
+    session.execute(update(Device).where(Device.id == id).values(facts=facts))
+    session.commit()
+    return id
+
+
+def refused(root, **more):
+    answer = root.post("/v1/reservations", json=soon(name="second", **more))
+    assert answer.status_code == 409, answer.text
+    return answer.json()["detail"]
+
+
+def keeps(session, island):
+    found = snapshot_reader.devices(session, island)
+    return {id: device.reserved_for for id, device in found.items() if device.reserved_for}
+
+
+def test_certain_device_is_promised_once(root, isle, kind, fast):
+    made = reserve(root, device_ids=[fast])
+    assert (made["devices"], made["device_ids"], made["labels"]) == ({kind: 1}, [fast], [])
+    told = refused(root, device_ids=[fast], tenant_id="ten_blue")
+    assert "of 1 named cpu device only 0 can be reserved from" in told
+    assert "reserved then: workshop; next free: from" in told
+    told = refused(root, devices={kind: 1}, labels=["fast"])
+    assert "of 1 cpu device with label fast only 0" in told
+    assert "can reserve 1 in all" in refused(root, devices={kind: 2}, labels=["fast"], hours=9)
+    reserve(root, name="other", devices={kind: 1})
+
+
+def test_labels_leave_room_for_a_device_that_is_named(root, isle, kind, session):
+    first, second = (label(session, device.id, "fast") for device in isle)
+    reserve(root, devices={kind: 1}, labels=["fast"])
+    reserve(root, name="named", device_ids=[first])
+    assert "only 0" in refused(root, device_ids=[second])
+
+
+def test_device_in_maintenance_cannot_be_reserved_by_name(root, isle, kind):
+    reserve(root, name="repair", maintenance=True, device_ids=[isle[0].id])
+    assert "reserved then: repair" in refused(root, device_ids=[isle[0].id])
+    reserve(root, device_ids=[isle[1].id])
+
+
+def test_free_times_of_certain_devices(root, isle, kind, fast):
+    taken = reserve(root, device_ids=[fast], hours=2, lasts=1)["windows"][0]
+    for which in ({"kind": kind, "label": "fast"}, {"device_id": [fast]}):
+        found = root.get("/v1/reservations:free", params={**which, "for_s": 1800}).json()
+        assert (found["kind"], found["devices"]) == (kind, 1)
+        first, second = found["windows"]
+        assert (first["ends_at"], second["begins_at"]) == (taken["begins_at"], taken["ends_at"])
+    answer = root.get("/v1/reservations:free", params={"device_id": "h.none"})
+    assert answer.json()["errors"][0]["pointer"] == "?device_id"
+    [whole] = root.get("/v1/reservations:free", params={"kind": kind}).json()["windows"]
+    assert whole["begins_at"] < taken["begins_at"] < taken["ends_at"] < whole["ends_at"]
+
+
+@pytest.mark.parametrize("user", [None, "usr_red.member"])
+def test_inside_its_window_certain_devices_are_kept_for_whom_they_are_reserved(
+    root, isle, kind, session, fast, user
+):
+    island, owner = isle[0].island, user or "ten_red"
+    made = reserve(root, devices={kind: 1}, labels=["fast"], user_id=user)
+    assert made["kept_device_ids"] == []
+    let_begin(session, made["id"])
+    assert look(session)
+    assert not look(session)
+    assert keeps(session, island) == {fast: owner}
+    shown = root.get("/v1/reservations/workshop").json()
+    assert (shown["kept_device_ids"], shown["available"]) == ([fast], {kind: 1})
+    scene = simulations.of_made(session, island, [], durations_known=True)
+    assert [one.time.named[kind].among for one in scene.reserved] == [{fast}]
+    assert scene.reserved[0].owners[0] == owner
+    let_begin(session, made["id"], now_at=1.5)
+    assert look(session)
+    assert keeps(session, island) == {}
+
+
+def test_device_that_no_longer_serves_is_replaced_by_one_with_the_label(root, isle, kind, session):
+    first, second = (label(session, device.id, "fast") for device in isle)
+    reserve(root, devices={kind: 1}, labels=["fast"], hours=-0.1)
+    [kept] = keeps(session, isle[0].island)
+    session.execute(update(Device).where(Device.id == kept).values(cordoned=True))
+    session.commit()
+    assert look(session)
+    assert keeps(session, isle[0].island) == {({first, second} - {kept}).pop(): "ten_red"}
+    root.delete("/v1/reservations/workshop")
+    assert keeps(session, isle[0].island) == {}
+
+
+def test_reservation_changes_between_numbers_labels_and_names(root, isle, kind, session, fast):
+    reserve(root, devices={kind: 1}, hours=-0.1)
+    island, other = isle[0].island, isle[0].id
+    assert keeps(session, island) == {}
+    shown = change(root, "workshop", labels=["fast"]).json()
+    assert (shown["devices"], shown["labels"]) == ({kind: 1}, ["fast"])
+    assert keeps(session, island) == {fast: "ten_red"}
+    shown = change(root, "workshop", device_ids=[other]).json()
+    assert (shown["device_ids"], shown["labels"]) == ([other], [])
+    assert keeps(session, island) == {other: "ten_red"}
+    assert change(root, "workshop", labels=["fast"]).status_code == 422  # how many?
+    shown = change(root, "workshop", devices={kind: 2}).json()
+    assert (shown["device_ids"], shown["labels"]) == ([], [])
+    assert keeps(session, island) == {}
+    assert [event.after["labels"] for event in audited(session)[:2]] == [["fast"], []]
+
+
 # --- what is in force -----------------------------------------------------------------------------
 
 
@@ -427,9 +548,9 @@ def test_inside_its_window_a_reservation_is_guaranteed(root, isle, kind, session
     assert session.get_one(Tenant, "ten_red").reserved == {}
     assert session.get_one(User, "usr_red.member").reserved == {}
     told = session.scalars(
-        select(AuditEvent.after).where(
-            AuditEvent.target_kind == "reservation", AuditEvent.action == "changed"
-        )
+        select(AuditEvent.after)
+        .where(AuditEvent.target_kind == "reservation", AuditEvent.action == "changed")
+        .order_by(AuditEvent.id)
     ).all()
     assert [one["window"] for one in told] == ["begins", "ends"]
 
@@ -438,7 +559,7 @@ def test_replay_knows_the_windows(root, isle, kind, session):
     reserve(root, devices={kind: 1}, user_id="usr_red.member", rule="FREQ=DAILY;COUNT=2")
     reserve(root, name="repair", maintenance=True, device_ids=[isle[0].id], hours=5)
     scene = simulations.of_made(session, isle[0].island, [], durations_known=True)
-    assert [one.owners for one in scene.reserved] == 2 * [("ten_red", "ten_root", "usr_red.member")]
+    assert [one.owners for one in scene.reserved] == 2 * [("usr_red.member", "ten_red", "ten_root")]
     assert [one.devices for one in scene.maintained] == [(isle[0].id,)]
 
 

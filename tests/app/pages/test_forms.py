@@ -387,6 +387,22 @@ class TestReservations:
         answer = root.send("/ui/reservations", do="change", **{**changes, "devices": "cpu=9"})
         assert (answer.status_code, "can be reserved" in answer.text) == (409, True)
 
+    def test_certain_devices_are_reserved_and_changed_to_a_number(self, browse, as_, soon):
+        root = browse("root")
+        given = {"name": "pair", "tenant_id": "ten_red", "device_ids": "h.0, h.1", **soon}
+        assert root.send("/ui/reservations", do="reserve", kind="cpu", **given).status_code == 303
+        assert "2 cpu: h.0, h.1" in browse("red.member").look("/ui/reservations").text
+        [made] = as_("root").get("/v1/reservations").json()["items"]
+        shown = {"reservation": made["id"], "timezone": "UTC"}
+        named = {**shown, "device_ids": "h.0, h.1", "labels": "fast"}
+        answer = root.send("/ui/reservations", do="change", **named)
+        assert (answer.status_code, "device_ids" in answer.text) == (422, True)
+        root.send("/ui/reservations", do="change", devices="cpu=2", **shown)
+        [changed] = as_("root").get("/v1/reservations").json()["items"]
+        assert (changed["devices"], changed["device_ids"]) == ({"cpu": 2}, [])
+        answer = root.send("/ui/reservations", do="change", labels="fast", **shown)
+        assert (answer.status_code, "with label fast only 0" in answer.text) == (409, True)
+
     def test_maintenance_is_planned_and_everybody_sees_it(self, browse, soon):
         root = browse("root")
         given = {"name": "disks", "device_ids": "h.0, h.1", "note": "new disks", **soon}

@@ -74,7 +74,7 @@ HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
     "state", "phase", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
     "tenant_wide", "latest", "sort", "range", "if-range", "if-none-match", "content-range", "grep",
-    "keep", "for_s", "devices",
+    "keep", "for_s", "devices", "device_id",
     "path",  # within the working folder of the task before it
 }  # fmt: skip
 #: parts of a path that only have a meaning below the thing before them
