@@ -22,10 +22,12 @@ from app.api.access.gate import GatedRoute
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paging
 from app.api.routes import audit as of_audit
+from app.api.routes import budgets as of_budgets
 from app.api.routes import tenants as of_tenants
 from app.api.routes import webhooks as of_webhooks
-from app.api.schemas.people import KeyIn, RotateKeyIn, UserIn
+from app.api.schemas.people import KeyIn, RotateKeyIn, UserIn, UserPatch
 from app.api.times import day
+from app.api.versions import etag
 from app.core.security.grants import ROLES
 from app.core.security.scopes import MEANINGS
 from app.core.webhooks.message_bodies import TYPES
@@ -33,7 +35,8 @@ from app.db import transactions
 from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import Db
 from app.errors import BadInput
-from app.pages import forms, views
+from app.insight import reports
+from app.pages import forms, limit_forms, views
 from app.pages.forms import Field
 from app.pages.views import Sender, Visitor
 
@@ -136,6 +139,8 @@ def show_member(
     paging = _paging(request, cursor, KEYS_SHOWN)
     found = of_tenants.list_keys(paging, caller, session, user_id=id)
     newest_first = sorted(found["items"], key=lambda key: key["created_at"], reverse=True)
+    tenant = session.get_one(Tenant, user["tenant_id"])
+    drawn = reports.burn_downs(session, tenant.id, id)
     return views.page(
         request,
         "member.html",
@@ -143,7 +148,12 @@ def show_member(
         now=transactions.now(session),
         section="members",
         user=user,
-        tenant=session.get_one(Tenant, user["tenant_id"]).name,
+        tenant=tenant.name,
+        limits=limit_forms.shown_limits(user),
+        inherited=limit_forms.shown_limits(tenant.user_defaults),
+        user_bounds=limit_forms.BOUNDS,
+        budget=limit_forms.shown_budget(user["budget"]),
+        budgets=[it for it in drawn if it.is_own],
         keys=newest_first,
         next_cursor=found["next_cursor"],
         roles=[role for role in ROLES if caller.sees_all or role != "platform_admin"],
@@ -154,11 +164,13 @@ def show_member(
 
 
 @router.post("/ui/members/{id}")
-def change_keys(
+def change_member(
     request: Request,
     session: Db,
     caller: SendingAdmin,
     id: str,
+    limits: limit_forms.Typed,
+    version: Field = "",
     do: Field = "",
     key: Field = "",
     name: Field = "",
@@ -171,6 +183,8 @@ def change_keys(
         "make": of_tenants.create_key,
         "rotate": of_tenants.rotate_key,
         "revoke": of_tenants.revoke_key,
+        "adjust": of_budgets.adjust_user_budget,
+        **dict.fromkeys(limit_forms.ACTS, of_tenants.change_user),
     }
     operation = forms.chosen(do, known)
     views.acts_as(request, session, caller, operation)
@@ -184,6 +198,14 @@ def change_keys(
         width = forms.filled(RotateKeyIn, overlap_s=forms.whole_number(overlap_s))
         made = of_tenants.rotate_key(key, Response(), caller, session, width)
         told = forms.Told(words=f"The key that takes the place of {key}:", secret=made["key"])
+    elif do == "adjust":
+        of_budgets.adjust_user_budget(id, limit_forms.adjustment(limits), caller, session)
+        told = forms.Told(words=f"The budget of {user['name']} is changed for this period.")
+    elif do in limit_forms.ACTS:
+        forms.check_version(user, version)
+        patch = forms.filled(UserPatch, **limit_forms.values(do, limits))
+        of_tenants.change_user(id, patch, Response(), caller, session, etag(user["version"]))
+        told = forms.Told(words=f"{user['name']} is changed.")
     else:
         of_tenants.revoke_key(key, caller, session)
         told = forms.Told(words=f"The key {key} is revoked.")

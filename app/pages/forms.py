@@ -13,7 +13,8 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -22,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from app.api.access.auth import COOKIE, from_our_origin
-from app.errors import BadInput, Forbidden
+from app.errors import BadInput, Forbidden, StaleVersion
 
 
 def text(value: str) -> str:
@@ -72,6 +73,13 @@ def chosen(do: str, known: Mapping[str, Choice]) -> Choice:
     return known[do]
 
 
+def check_version(row: Mapping[str, Any], version: str) -> None:
+    """Raise StaleVersion unless the form was made for the row as it is now."""
+    if version != str(row["version"]):
+        told = f"somebody has changed {row['name']} meanwhile; load its page again"
+        raise StaleVersion(f"{told}, and change it then")
+
+
 def filled(body: type[Body], **values: Any) -> Body:
     """Build an operation's body from form fields; raises RequestValidationError, like a call."""
     try:
@@ -86,18 +94,41 @@ def whole_number(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else text
 
 
+def number(text: str) -> float | int | str:
+    """Return the number that was typed, which may have a fraction; else the text."""
+    fraction = re.fullmatch(r"-?[0-9]{1,9}(\.[0-9]{1,6})?", text)
+    return float(text) if fraction and not text.isdecimal() else whole_number(text)
+
+
 def numbers_by_kind(field: str, text: str) -> dict[str, int]:
     """Read how many devices of which kinds, such as "cuda=8, cpu=2"; raises BadInput."""
-    found = dict[str, int]()
+    return pairs(field, text, "cuda=4, cpu=2", whole_number)
+
+
+def pairs(field: str, text: str, example: str, read: Callable[[str], Any]) -> dict[str, Any]:
+    """Read pairs such as "cuda=8, cpu=2"; raises BadInput where one has no value, or where `read`
+    finds no number.
+    """
+    found = dict[str, Any]()
     spaced = " ".join(text.replace(",", " ").split())
     for each in spaced.replace(" =", "=").replace("= ", "=").split():
-        kind, _, typed = each.partition("=")
-        number = whole_number(typed)
-        if not (kind and isinstance(number, int)):
-            told = f"the {field} must be like cuda=4, cpu=2; got {each!r:.60}"
+        key, _, typed = each.partition("=")
+        value = read(typed)
+        if not (key and typed) or (read is not str and isinstance(value, str)):
+            told = f"the {field} must be like {example}; got {each!r:.60}"
             raise BadInput.at(f"/{field}", told, "form")
-        found[kind] = number
+        found[key] = value
     return found
+
+
+def pairs_text(values: Mapping[str, Any]) -> str:
+    """Return pairs as `pairs` reads them."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(values.items()))
+
+
+def number_text(value: float) -> str:
+    """Return a number as `number` reads it, with all of its digits."""
+    return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
 # --- the next page's message --------------------------------------------------------------------

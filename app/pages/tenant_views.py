@@ -6,7 +6,6 @@ The forms call the operations of the API, so pages and API do the same, and reje
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, time, timedelta
@@ -21,6 +20,7 @@ from sqlalchemy.orm import Session
 from app.api.access.caller import Caller
 from app.api.access.gate import GatedRoute
 from app.api.access.visibility import of_caller
+from app.api.routes import budgets as of_budgets
 from app.api.routes import reservations as of_reservations
 from app.api.routes import tenant_work as of_work
 from app.api.routes import tenants as of_tenants
@@ -31,12 +31,11 @@ from app.core.units import counted
 from app.db import transactions
 from app.db.models import Reservation, ReservationWindow, Tenant
 from app.db.transactions import Db
-from app.errors import StaleVersion
 from app.insight import reports
 from app.insight.reports import TenantShare
-from app.pages import charts, forms, views
+from app.pages import charts, forms, limit_forms, views
 from app.pages.admin_views import Admin, SendingAdmin, tenant_names
-from app.pages.forms import Field, whole_number
+from app.pages.forms import Field
 
 USE_SHOWN_DAYS = 30
 USE_SHOWN = 50
@@ -104,7 +103,9 @@ def add_tenant(
     weight: Field = "1",
 ) -> Response:
     views.acts_as(request, session, caller, of_tenants.create_tenant)
-    body = forms.filled(TenantIn, name=name, parent_id=parent_id or None, weight=_number(weight))
+    body = forms.filled(
+        TenantIn, name=name, parent_id=parent_id or None, weight=forms.number(weight)
+    )
     made = of_tenants.create_tenant(body, Response(), caller, session)
     told = forms.Told(words=f"{made['name']} is added. Add its members next.")
     return views.answered(request, told, at=f"/ui/tenants/{made['id']}")
@@ -163,6 +164,10 @@ def _shown(
         may_change=caller.sees_all or id != caller.tenant_id,
         tiers=TIERS,
         bounds=BOUNDS,
+        own_budget=limit_forms.shown_budget(tenant["budget"]),
+        each_limits=limit_forms.shown_limits(tenant["user_defaults"]),
+        each_budget=limit_forms.shown_budget(tenant["user_defaults"]["budget"]),
+        user_bounds=limit_forms.BOUNDS,
         given={**_as_typed(tenant), "past": "", **typed},
         effect=effect,
     )
@@ -213,10 +218,7 @@ def _typed(
 def _as_typed(tenant: Mapping[str, Any]) -> dict[str, str]:
     """Return the tenant's values as its form shows them."""
     plain = {name: str(tenant[name] or "") for name in ("name", "parent_id", "tier")}
-    by_kind = {
-        name: ", ".join(f"{kind}={number}" for kind, number in sorted(tenant[name].items()))
-        for name in BY_KIND
-    }
+    by_kind = {name: forms.pairs_text(tenant[name]) for name in BY_KIND}
     bounds = {name: "" if tenant[name] is None else str(tenant[name]) for name in BOUNDS}
     return {**plain, "weight": reports.number(tenant["weight"]), **by_kind, **bounds}
 
@@ -228,12 +230,13 @@ def change_tenant(
     caller: SendingAdmin,
     id: str,
     typed: Annotated[dict[str, str], Depends(_typed)],
+    limits: limit_forms.Typed,
     do: Field = "",
     version: Field = "",
     past: Field = "",
 ) -> Response:
     """Change a tenant, or show the effect of a change, or act on all of its work."""
-    act = forms.chosen(do, {"save": None, "preview": None, "delete": None, **_ON_ALL_WORK})
+    act = forms.chosen(do, {**dict.fromkeys(_ACTS), **_ON_ALL_WORK})
     tenant = of_tenants.get_tenant(id, Response(), caller, session)
     if act is not None:
         views.acts_as(request, session, caller, act.operation)
@@ -246,10 +249,13 @@ def change_tenant(
         of_tenants.delete_tenant(id, caller, session)
         deleted = forms.Told(words=f"{tenant['name']} is deleted.")
         return views.answered(request, deleted, at="/ui/tenants")
-    if version != str(tenant["version"]):
-        told = f"somebody has changed {tenant['name']} meanwhile; load its page again"
-        raise StaleVersion(f"{told}, and change it then")
-    body = _patch(tenant, typed, past=bool(past))
+    if do == "adjust":
+        views.acts_as(request, session, caller, of_budgets.adjust_tenant_budget)
+        of_budgets.adjust_tenant_budget(id, limit_forms.adjustment(limits), caller, session)
+        told = f"The budget of {tenant['name']} is changed for this period."
+        return _answered(request, session, caller, id, told)
+    forms.check_version(tenant, version)
+    body = _patch(tenant, typed, past=bool(past)) if do in _OWN else _limits(tenant, limits, do)
     tag = etag(tenant["version"])
     if do == "preview":
         effect = _effect(caller, id, body, tag)
@@ -257,6 +263,20 @@ def change_tenant(
     views.acts_as(request, session, caller, of_tenants.change_tenant)
     changed = of_tenants.change_tenant(id, body, Response(), caller, session, tag)
     return _answered(request, session, caller, id, f"{changed['name']} is changed.")
+
+
+#: What the buttons of a tenant's page do: for the tenant itself, or for each of its users.
+_OWN = ("save", "preview")
+_EACH = {f"each-{do}": do for do in limit_forms.ACTS}
+_ACTS = (*_OWN, "delete", "adjust", "budget", "no-budget", *_EACH)
+
+
+def _limits(tenant: Mapping[str, Any], typed: Mapping[str, str], do: str) -> TenantPatch:
+    """Return the budget that a form gives the tenant, or the limits or budget of each user."""
+    if do not in _EACH:
+        return forms.filled(TenantPatch, **limit_forms.values(do, typed))
+    each = {**tenant["user_defaults"], **limit_forms.values(_EACH[do], typed)}
+    return forms.filled(TenantPatch, user_defaults=each)
 
 
 def _answered(request: Request, session: Session, caller: Caller, id: str, told: str) -> Response:
@@ -291,12 +311,7 @@ def _value(name: str, text: str) -> Any:
         return forms.numbers_by_kind(name, text)
     if name in BOUNDS and not text:
         return None
-    return _number(text) if name in (*BOUNDS, "weight") else text
-
-
-def _number(text: str) -> float | int | str:
-    """Return the number that was typed, which may have a fraction; else the text."""
-    return float(text) if re.fullmatch(r"[0-9]{1,9}\.[0-9]{1,6}", text) else whole_number(text)
+    return forms.number(text) if name in (*BOUNDS, "weight") else text
 
 
 def _effect(caller: Caller, id: str, body: TenantPatch, tag: str) -> list[KindEffect]:

@@ -478,10 +478,7 @@ def _error_page(
         return None
     context = {"heading": heading, "said": _sentence(said)}
     if request.method == "POST" and "hx-request" in request.headers:
-        beside = [
-            (fault.pointer.split("/")[-1].strip("?:{}"), _sentence(fault.detail))
-            for fault in faults
-        ]
+        beside = [(fault.pointer.strip("/?:{}"), _sentence(fault.detail)) for fault in faults]
         answer = templates.TemplateResponse(
             request, "refused.html", {**context, "faults": beside}, status_code=status
         )

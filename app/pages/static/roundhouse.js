@@ -48,10 +48,12 @@ function forgive(field) {
 }
 
 function blame(form, fault) {
-  const named = form.elements.namedItem(fault.dataset.field);
+  // the innermost part of /budget/device_hours/cuda that is a field of the form
+  const parts = fault.dataset.field.split("/").reverse();
+  const named = parts.map(part => form.elements.namedItem(part)).find(found => found);
   const field = named instanceof RadioNodeList ? named[0].closest("fieldset") ?? named[0] : named;
   if (!field || field.type === "hidden") return;
-  fault.id = `fault-${field.id || fault.dataset.field}`;
+  fault.id = `fault-${field.id || parts[0]}`;
   field.setAttribute("aria-invalid", "true");
   field.setAttribute("aria-errormessage", fault.id);
   field.after(fault);

@@ -21,7 +21,7 @@ def tenant(as_):
 
 def form_of(shown):
     """The fields of the form that changes a tenant, as a browser sends them back untouched."""
-    part = shown.partition('id="change-title"')[2].partition('id="work-title"')[0]
+    part = shown.partition('id="change-title"')[2].partition('id="budget-title"')[0]
     fields = re.findall(r'<input(?![^>]*checkbox)[^>]*name="(\w+)"[^>]*?value="([^"]*)"', part)
     chosen = re.findall(r'<select name="(\w+)".*?</select>', part, re.DOTALL)
     given = {name: html.unescape(value) for name, value in fields}
