@@ -42,12 +42,13 @@ def _with_ids(
     names = {name.partition("/")[0] for _, name in said}
     ids, unknown = request_needs.find_requests(session, tenant_id, names)
     tasks, faults = [*descriptor.tasks], []
-    chosen = dict[str, str]()
+    chosen, siblings = dict[str, str](), {task.name for task in descriptor.tasks}
     for n, name in said:
         where = f"/tasks/{n}/from_checkpoint"
         request, _, task = name.partition("/")
         if request not in ids:
-            faults.append(Fault(where, unknown[request], "unknown-request"))
+            told = _OF_ITS_OWN if request in siblings else unknown[request]
+            faults.append(Fault(where, told, "unknown-request"))
             continue
         try:
             if name not in chosen:
@@ -57,6 +58,12 @@ def _with_ids(
             continue
         tasks[n] = replace(tasks[n], from_checkpoint=chosen[name])
     return replace(descriptor, tasks=tuple(tasks)), faults
+
+
+_OF_ITS_OWN = (
+    "names a task of this request, of which no checkpoint is known yet: submit this task in a "
+    "request of its own once that task has checkpoints"
+)
 
 
 class NoBest(Exception):

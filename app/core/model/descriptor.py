@@ -608,7 +608,8 @@ def _inputs(fields: Fields) -> dict[str, Source]:
             fields.fault(
                 where,
                 "the best member of a lot is known when the lot is done, and only another request "
-                f'can take its output: submit this task apart, with "REQUEST/{source.block}"',
+                "can take its output: submit this task in a request of its own, with "
+                f'"REQUEST/{source.block}"',
             )
         else:
             sources[port] = source

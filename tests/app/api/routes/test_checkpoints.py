@@ -441,6 +441,7 @@ class TestBest:
         self.save_first(session, tuned["id"])
         assert self.begin(red, "tuned@best").status_code == 202
         assert "no request 'tuned'" in self.refusal(as_("blue.member"), "tuned@best")
+        assert "in a request of its own once" in self.refusal(red, "train@best")
 
     def save_first(self, session, task_id: str) -> None:
         row = session.scalars(select(Checkpoint).where(Checkpoint.task_id == task_id)).one()
