@@ -46,7 +46,7 @@ from app.core.model.descriptor import TaskDescriptor
 from app.core.model.protocol.messages import ARTIFACTS
 from app.core.model.provisions.notice import AGAIN, NEED, NoticeReason
 from app.core.units import counted
-from workers.commands import notices, working_folder
+from workers.commands import connections, notices, working_folder
 from workers.commands.freezer import Tree, WontStop, reaped
 from workers.commands.gang import ranks
 from workers.commands.gang.rank_tree import ENDS, RankTree
@@ -91,6 +91,7 @@ from workers.switching.image_file import Image
 JSON = dict[str, Any]
 
 FREEZE_WITHIN_S = 5.0  # a tree that does not stop within this is killed
+SETTLES_S = 2.0  # longest time until no connection of a stopped tree is under way
 END_WITHIN_S = 5.0  # limit until a killed tree is gone
 MEMORY_S = 1.0  # memory is measured at most this often
 _STOPPED_BEFORE = "its ranks were stopped before they came to a common point"
@@ -156,6 +157,7 @@ class Stub:
     # the reason last reported why the image has no processes
     not_stored: set[str] = field(default_factory=set)
     is_in_doubt: bool = False  # True if the processes can be stored at all
+    settles: bool = True  # False if its network did not come to rest at the last stop
     gang: Gang | None = None  # the gang, if there are several ranks
     watch: GangWatch = field(default_factory=GangWatch)  # finds the rank that is behind
     not_at_point: str = ""  # why the ranks were stopped although they hold groups of torch's own
@@ -326,7 +328,9 @@ class Stub:
         has_beside, has_tunnels = self.keeping.has_beside, self.tunnels.are_open
         try:
             if self._holds_groups:
-                raise NotStored(self.not_at_point or _STOPPED_BEFORE)
+                raise NotStored(self.not_at_point or _STOPPED_BEFORE, is_lasting=False)
+            if lost := connections.under_way():
+                raise NotStored(lost, is_lasting=False)
             told = announced(
                 self.tree,
                 root,
@@ -335,8 +339,7 @@ class Stub:
                 has_tunnels=has_tunnels,
             )
         except NotStored as error:
-            is_lasting = not (has_tunnels or self._holds_groups)
-            self.tell_not_stored(str(error), is_lasting=is_lasting)
+            self.tell_not_stored(str(error), is_lasting=error.is_lasting)
             return {"bound_because": str(error)}
         if told:
             self.held.add("image")
@@ -601,14 +604,23 @@ class Stub:
             if not self.held:
                 self._leave_device(why)
             self.tree.freeze(within_s)
+            if not self.held and self._may_be_stored(why):
+                settles_s = SETTLES_S if self.settles else 0.0
+                self.settles = connections.settle(self.tree, within_s, settles_s)
         except (WontStop, NotDone) as error:
             told = f"It could not be paused, so it was ended: {error}"
             raise _failed("exit", told) from error
         self.held.add(why)
 
+    def _may_be_stored(self, why: str) -> bool:
+        """Say whether the processes that stop now may be in an image."""
+        if why == "pause":
+            return self.start.stores_processes
+        return why == "copy" and self.keeping.may_have_processes()
+
     def _leave_device(self, why: str) -> None:
         """Move memory off the device, for a pause or for an image that has the processes."""
-        is_for_image = why == "copy" and self.keeping.may_have_processes()
+        is_for_image = why == "copy" and self._may_be_stored(why)
         try:
             if why == "pause" or is_for_image:
                 self.devices.leave(self.tree.pids())

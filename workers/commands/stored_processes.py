@@ -56,7 +56,7 @@ def announced(
     shells of open tunnels.
     """
     if has_tunnels:
-        raise NotStored("a terminal or a port is open in it, and would end")
+        raise NotStored("a terminal or a port is open in it, and would end", is_lasting=False)
     pids = tree.pids()
     if first.pid not in pids or first.returncode is not None:
         raise NotStored("its first process had ended")
@@ -72,7 +72,14 @@ def announced(
 
 
 class NotStored(Exception):
-    """Raised when the processes cannot be in an image; says why."""
+    """Raised when the processes cannot be in an image; says why.
+
+    `is_lasting`: a later image of the running command would mostly fail too.
+    """
+
+    def __init__(self, told: str, *, is_lasting: bool = True) -> None:
+        super().__init__(told)
+        self.is_lasting = is_lasting
 
 
 def _full(pids: Iterable[int]) -> str:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.criu import enter, pids
+from workers.criu import enter, network_lock, pids
+from workers.criu.image_records import INVENTORY, ImageFile
 from workers.criu.program import CriuProgram
 
 JSON = dict[str, Any]
@@ -32,6 +33,8 @@ _ERROR = re.compile(r"Error \([^)]*\): (.+)")
 _HARMLESS = ("tun: ", "rlimit: Can't setup RLIMIT_NOFILE")  # CRIU goes on after these warnings
 _WAITS = "Timeout reached. Try to interrupt"  # CRIU gives a process 10 s to stop
 _SAID_BYTES = 300
+_DUMP_ID = 13  # field of CRIU's inventory
+_DROPPED = "Read queue is dropped for socket"  # CRIU goes on without what it has read there
 
 
 class CriuFailed(Exception):
@@ -69,12 +72,16 @@ class _Request:
     groups: tuple[str, ...] = ()  # control groups of the restored processes
     last_pid: int = 0  # 0: leave it to the kernel which id the next process gets
     inherited: list[int] = field(default_factory=list)
+    # the id of the dump whose connections are restored in a locked network; "" if it has none
+    locked_for: str = ""
 
 
 def dump(program: CriuProgram, target: Target, *, pid: int, file_bytes: int) -> None:
     """Write the images of a stopped tree; `pid` is its root's id inside the sandbox."""
     words = ["dump", "-t", str(pid), "--leave-running", *_BOTH, *_SOCKETS]
     _run(program, target, _Request(words=words, file_bytes=file_bytes))
+    if _DROPPED in _log_of(target):
+        raise CriuFailed("dump: a datagram that came late is not read yet")
 
 
 def restore(
@@ -93,9 +100,22 @@ def restore(
     for each in given:
         words += ["--inherit-fd", f"fd[{each.fd}]:{each.name}"]
     fds = [each.fd for each in given]
-    _run(
-        program, target, _Request(words=words, groups=groups, last_pid=pids.RESERVED, inherited=fds)
+    request = _Request(
+        words=words,
+        groups=groups,
+        last_pid=pids.RESERVED,
+        inherited=fds,
+        locked_for=_dump_with_connections(target.images),
     )
+    _run(program, target, request)
+
+
+def _dump_with_connections(images: Path) -> str:
+    """Return the id of the dump if it has TCP connections; "" if not."""
+    if not any(images.glob("tcp-stream-*.img")):
+        return ""
+    inventory = ImageFile.read((images / "inventory.img").read_bytes(), INVENTORY, records_most=1)
+    return inventory.records[0].text(_DUMP_ID).decode("ascii")
 
 
 def reserve_pids(program: CriuProgram, target: Target) -> None:
@@ -119,7 +139,12 @@ def _run(program: CriuProgram, target: Target, request: _Request) -> None:
             "groups": request.groups,
             "last_pid": request.last_pid,
             "file_bytes": request.file_bytes,
+            "lock": "",
+            "unlock": "",
         }
+        if dump_id := request.locked_for:
+            body["lock"] = network_lock.locks(dump_id).hex()
+            body["unlock"] = network_lock.unlocks(dump_id).hex()
         status = _entered(body, (*fds, target.pidfd), target)
     if status:
         # below 0: the helper was killed, and CRIU was killed with it
@@ -169,14 +194,17 @@ def _entered(body: JSON, fds: tuple[int, ...], target: Target) -> int:
         helper.wait()
 
 
+def _log_of(target: Target) -> str:
+    try:
+        return (target.images / LOG).read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
 def _reason(target: Target, status: int) -> str:
     if status == enter.TIMED_OUT:
         return f"CRIU took longer than {target.limit_s:g} s"
-    try:
-        log = (target.images / LOG).read_text("utf-8", "replace")
-    except FileNotFoundError:
-        log = ""
-    errors = [said for said in _ERROR.findall(log) if not said.startswith(_HARMLESS)]
+    errors = [said for said in _ERROR.findall(_log_of(target)) if not said.startswith(_HARMLESS)]
     if errors and errors[0].startswith(_WAITS):
         return "a process does not stop, for it waits in the kernel for a device or a file"
     if errors:

@@ -17,8 +17,10 @@ import json
 import os
 import resource
 import signal
+import socket
 import struct
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,7 +29,7 @@ JSON = dict[str, Any]
 TIMED_OUT, CANNOT_ENTER = 98, 97  # exit statuses of this program that CRIU does not use
 
 #: Capabilities that CRIU keeps, by number; it drops all others. SYS_RESOURCE lets it read the
-#: limits of another user's processes.
+#: limits of another user's processes, NET_RAW close one end of a restored connection.
 RIGHTS = {
     "CHOWN": 0,
     "DAC_OVERRIDE": 1,
@@ -38,6 +40,7 @@ RIGHTS = {
     "SETUID": 7,
     "SETPCAP": 8,
     "NET_ADMIN": 12,
+    "NET_RAW": 13,
     "SYS_CHROOT": 18,
     "SYS_PTRACE": 19,
     "SYS_ADMIN": 21,
@@ -46,6 +49,7 @@ RIGHTS = {
 }
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
+_NETFILTER, _NLMSG_ERROR = 12, 2
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _CAPABILITY_VERSION_3 = 1, 24, 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,6 +62,7 @@ def main(request: JSON) -> NoReturn:
         _checked(
             _libc.setns(request["pidfd"], _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "setns"
         )
+        _ask_netfilter(request["lock"])
         child = os.fork()
         if not child:
             _become(request)
@@ -65,9 +70,26 @@ def main(request: JSON) -> NoReturn:
         sys.stderr.write(f"cannot enter the sandbox: {error}\n")
         os._exit(CANNOT_ENTER)
     status = _wait(child, request["limit_s"])
+    with suppress(FileNotFoundError):  # CRIU has removed the lock if it restored all
+        _ask_netfilter(request["unlock"])
     # After a failed dump, too: the command begins again, and may be stored later.
     reserved = _begin_above(request["last_pid"]) if request["last_pid"] else 0
     os._exit(status or reserved)
+
+
+def _ask_netfilter(batch: str) -> None:
+    """Send messages for the network that this process has entered; `batch` is hexadecimal."""
+    if not batch:
+        return
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETFILTER) as netlink:
+        netlink.send(bytes.fromhex(batch))
+        with suppress(BlockingIOError):  # all answers are there when `send` returns
+            while True:
+                _, kind, _, _, _, error = struct.unpack_from(
+                    "=IHHIIi", netlink.recv(65536, socket.MSG_DONTWAIT)
+                )
+                if kind == _NLMSG_ERROR and error:
+                    raise OSError(-error, f"netfilter: {os.strerror(-error)}")
 
 
 def _begin_above(last: int) -> int:

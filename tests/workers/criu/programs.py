@@ -17,7 +17,6 @@ class MatrixProgram:
     source: str
     begins_again: str = ""
     needs: tuple[str, ...] = ()  # packages of its environment
-    is_always: bool = True  # it begins again at every move; False: at some moments only
     within_s: float = 1.0  # of a start its moment lies
 
 
@@ -176,16 +175,34 @@ pathlib.Path("unix").unlink(missing_ok=True)
 unix = socket.socket(socket.AF_UNIX); unix.bind("unix"); unix.listen()
 one = socket.socket(socket.AF_UNIX); one.connect("unix"); other, _ = unix.accept()
 left, right = socket.socketpair()
-listening = socket.create_server(("127.0.0.1", 0))
+listening = socket.create_server(("127.0.0.1", 0)); closed = []
 client = socket.create_connection(listening.getsockname()); server, _ = listening.accept()
 udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); udp.bind(("127.0.0.1", 0))
-client.sendall(b"c" * 10_000); time.sleep(0.05)
 for n in range(100):
-    one.send(b"a"); left.send(b"b")
-    udp.sendto(b"d", udp.getsockname()); udp.recv(10); time.sleep(0.008); print(n)
-more = socket.create_connection(listening.getsockname()), listening.accept()
-got = [len(end.recv(100, socket.MSG_WAITALL)) for end in (other, right)]
+    one.send(b"a"); left.send(b"b"); client.send(b"c" * 100)
+    udp.sendto(b"d", udp.getsockname()); time.sleep(0.004); udp.recv(10)
+    if n % 10 == 0:
+        ends = socket.create_connection(listening.getsockname()); time.sleep(0.002)
+        ends.send(b"e" * 100); ends.shutdown(socket.SHUT_WR)
+        closed += [ends, listening.accept()[0]]
+    time.sleep(0.004); print(n)
+got = [len(end.recv(100, socket.MSG_WAITALL)) for end in (other, right, *closed[1::2])]
 print("sum", got, len(server.recv(10_000, socket.MSG_WAITALL)))
+"""
+
+# Its sender fills the window of each connection, and closes it with most of the data under way.
+_POURS = """
+import hashlib, os, socket, time
+listening = socket.create_server(("127.0.0.1", 0)); digest = hashlib.sha256()
+for n in range(40):
+    if not os.fork():
+        with socket.create_connection(listening.getsockname()) as client:
+            client.sendall(b"%3d" % n * 300_000)
+        os._exit(0)
+    server, _ = listening.accept()
+    while part := server.recv(50_000): digest.update(part); time.sleep(0.001)
+    server.close(); os.wait(); print(n)
+print("sum", digest.hexdigest())
 """
 
 _INTERFACES = """
@@ -345,9 +362,8 @@ PROGRAMS = (
     MatrixProgram("SQLite, write-ahead log", _SQLITE_WAL),
     MatrixProgram("SQLite, rollback", _SQLITE, begins_again="kept.db is an open database"),
     MatrixProgram("pipes to a child", _PIPES),
-    # It has two moments, each between a connect and its accept, at which CRIU cannot store it.
-    # Its connection is at rest: CRIU cannot always restore one with data under way.
-    MatrixProgram("sockets", _SOCKETS, begins_again="In-flight connection", is_always=False),
+    MatrixProgram("sockets", _SOCKETS),
+    MatrixProgram("pours by TCP", _POURS),
     MatrixProgram("lists interfaces", _INTERFACES),
     MatrixProgram("timers, events, descriptors", _TIMERS),
     MatrixProgram("threads that log", _LOGGERS),

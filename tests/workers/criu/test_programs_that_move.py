@@ -87,4 +87,4 @@ def _move(pair, program: MatrixProgram, moments: int, expected: list[str], **mor
         if run.times_begun_again:
             assert program.begins_again, run.told
             assert any(program.begins_again in line for line in run.told), run.told
-    assert begun_again or not (program.begins_again and program.is_always)
+    assert begun_again or not program.begins_again

@@ -19,7 +19,9 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from workers.commands import connections
 from workers.commands.freezer import Tree
+from workers.commands.runner import SETTLES_S
 from workers.criu import confinement, dump_and_restore, image_check, image_folder, pids, program
 from workers.process.isolation import sandbox
 from workers.process.isolation.sandbox import Room
@@ -149,6 +151,8 @@ def _obey(order: str, tree: Tree, first: int) -> object:
     match order.split():
         case ["stop"]:
             tree.freeze(5)
+            if not connections.settle(tree, 5, SETTLES_S):
+                raise AssertionError(connections.under_way())
             return first
         case ["first"]:
             return first
