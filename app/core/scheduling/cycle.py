@@ -505,10 +505,11 @@ def _seat_reserved(draft: _DraftPlan) -> None:
                 draft, task, DecisionRule.ORDER
             ):
                 continue
-            if place is not None and not place.is_soon:
+            if place is not None and place.at_s <= board.now_s:
                 _launch_reserved(draft, task, place)
                 continue
             del open_[lane]
+            draft.again_s = min(draft.again_s, NEVER if place is None else place.at_s)
             for id in () if place is None else place.devices:
                 if id in board.pools[task.kind].free:
                     board.withhold(id)

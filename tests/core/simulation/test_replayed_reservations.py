@@ -20,6 +20,7 @@ from app.core.simulation.replayed_reservations import (
 )
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from app.core.simulation.what_if import Setup, run
+from tests.thoroughness import rest_long
 
 HOUR_S = 3600.0
 SLICE_S = 300.0
@@ -252,3 +253,50 @@ def test_devices_in_maintenance_are_empty_and_serve_again() -> None:
     )
     assert set(report.pauses.values()) == {1}
     assert all(7 * HOUR_S <= at_s <= 7 * HOUR_S + 10 for at_s in report.finished.values())
+
+
+#: Seeds in which a task was paused on a reserved device before the turn of the one that waited.
+ONCE_HASTY = (48, 106)
+
+
+@pytest.mark.parametrize("seed", rest_long([*ONCE_HASTY, *range(8)], keep=4))
+def test_random_windows_of_certain_devices_obey_the_rules(seed: int) -> None:
+    """`simulate` checks each step: seats, slices, idle devices, reasons, the board made anew."""
+    chance = random.Random(seed)
+    number = chance.randint(3, 8)
+    boards = [
+        BoardDevice(
+            id=f"d{n}", host=f"h{n // 4}", kind="cpu",
+            traits=DeviceTraits(labels=("fast",) * (n % 2)),
+        )
+        for n in range(number)
+    ]  # fmt: skip
+    tenants = [
+        replace(tenant(id), guarantee={"cpu": 1} if chance.random() < 0.3 else {}) for id in "abcd"
+    ]
+    arrivals = list[Arrival]()
+    for n in range(chance.randint(6, 25)):
+        of, work_s = chance.choice("abcd"), chance.choice([20.0, 300.0, 900.0, 4000.0])
+        plain = arrival(f"t{n}", work_s, chance.uniform(0, 6000), of, chance.choice("12"))
+        more: dict[str, Any] = {
+            "choice": chance.choice(["", "", "+fast"]), "width": chance.choice([1, 1, 1, 2]),
+            "priority": chance.choice([0, 0, 5]), "tier": chance.choice(["basic", "standard"]),
+            "expected_s": chance.choice([None, 500.0]),
+        }  # fmt: skip
+        if sum(n % 2 or not more["choice"] for n in range(number)) >= more["width"]:
+            arrivals.append(replace(plain, **more))
+    windows = list[ReservedFor]()
+    for n in range(chance.randint(1, 3)):
+        of, begins_s, width = chance.choice("ab"), chance.uniform(0, 5000), chance.randint(1, 2)
+        owners = (of,) if chance.random() < 0.6 else (f"{of}/1", of)
+        among = chance.sample(boards, chance.randint(width, number))
+        it = window(begins_s, begins_s + chance.uniform(500, 5000), width, *owners)
+        windows.append(named(it, *(device.id for device in among))._replace(reservation=f"r{n}"))
+    policy = replace(
+        POLICY,
+        slice_min_s=chance.choice([5.0, 60.0]),
+        tier_share=chance.choice([{}, {"standard": 0.5}]),
+        backfill=chance.choice(["easy", "greedy"]),
+    )
+    report = simulate(arrivals, boards, tenants, policy, costs=COSTS, reserved=windows)
+    assert report.finished.keys() == {one.task for one in arrivals}

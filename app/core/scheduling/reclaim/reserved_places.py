@@ -11,22 +11,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from app.core.fairness.fair_tree import Branch, Lane, above, on_host
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import BoardTask
 from app.core.scheduling.board import Board
 from app.core.scheduling.reclaim import preemption
-from app.core.scheduling.stays import NEVER, BoardStay
+from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedPlace:
-    """Lists reserved devices for a task, and who has to leave them first."""
+    """Lists reserved devices for a task, who has to leave them first, and when all of those have
+    had a full slice; NEVER if that is not known.
+    """
 
     devices: tuple[str, ...]
-    lent: tuple[BoardStay, ...] = ()
-    is_soon: bool = False  # True: some of those have not had their full slice yet
+    lent: tuple[BoardStay, ...]
+    at_s: float
 
 
 def by_owner(board: Board) -> Iterator[tuple[Branch, list[str]]]:
@@ -49,13 +52,14 @@ def place(board: Board, task: BoardTask, devices: list[str]) -> ReservedPlace | 
     waits = [board.lane(task)]
     waits += [on_host(board.lane_in_line(task), host) for host in board.others(task)]
     places = [found for lane in waits if (found := _place(board, task, lane, devices))]
-    found = min(places, key=lambda one: (one.is_soon, len(one.lent)), default=None)
+    found = min(places, key=lambda one: (one.at_s, len(one.lent)), default=None)
     return None if found and found.lent and not board.policy.turns else found
 
 
 def _place(board: Board, task: BoardTask, lane: Lane, devices: list[str]) -> ReservedPlace | None:
     pool, leaves_at_s = board.pools[task.kind], preemption.leaves_at_s(board, task)
-    free, held = list[str](), list[tuple[bool, bool, str]]()
+    turn_over_s = partial(_turn_over_s, slice_us(board.policy, task) / 1e6)
+    free, held = list[str](), list[tuple[bool, float, str]]()
     for id in devices:
         if not pool.takes(id, lane):
             continue
@@ -63,19 +67,24 @@ def _place(board: Board, task: BoardTask, lane: Lane, devices: list[str]) -> Res
             free.append(id)
         elif stays := board.group(id):
             own = any(board.reserved[id] in stay.leaf.path for stay in stays)
-            at_s = max(map(leaves_at_s, stays)) if own else 0.0
-            if at_s < NEVER:
-                held.append((own, at_s > board.now_s or not all(map(_is_ripe, stays)), id))
+            leaves_s = max(map(leaves_at_s, stays)) if own else board.now_s
+            if leaves_s < NEVER:
+                held.append((own, max(leaves_s, *map(turn_over_s, stays)), id))
     held = sorted(held)[: max(0, task.width - len(free))]
     taken = (*free[: task.width], *(id for *_, id in held))
     if len(taken) < task.width or not (free or any(not own for own, *_ in held)):
         return None  # the rules for all devices decide which of its own tasks has its turn
     lent = {stay.id: stay for *_, id in held for stay in board.group(id)}
-    return ReservedPlace(taken, (*lent.values(),), any(is_soon for _, is_soon, _ in held))
+    at_s = max((board.now_s, *(at_s for _, at_s, _ in held)))
+    return ReservedPlace(taken, (*lent.values(),), at_s)
 
 
-def _is_ripe(stay: BoardStay) -> bool:
-    return stay.ripe and stay.task.state == State.running
+def _turn_over_s(turn_s: float, stay: BoardStay) -> float:
+    """Return when the stay has had its turn, which is as long as that of the waiting task."""
+    started_s = stay.task.started_s
+    if started_s is None or stay.task.state != State.running:
+        return NEVER
+    return max(ripe_s(stay), started_s + turn_s)
 
 
 def is_owed(board: Board, task: BoardTask) -> bool:
