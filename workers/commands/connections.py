@@ -78,5 +78,6 @@ def _rows(net: Path, tables: tuple[str, ...]) -> Iterator[list[str]]:
     """Yield the rows of the tables that this kernel has, without their heads."""
     for table in tables:
         if (path := net / table).exists():
-            for line in path.read_text().splitlines()[1:]:
-                yield line.split()
+            with path.open(encoding="ascii") as file:
+                next(file)
+                yield from map(str.split, file)
