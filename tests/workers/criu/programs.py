@@ -205,6 +205,14 @@ for n in range(40):
 print("sum", digest.hexdigest())
 """
 
+_UNREAD = """
+import socket, time
+udp = socket.socket(type=socket.SOCK_DGRAM); udp.bind(("127.0.0.1", 0))
+udp.sendto(b"a", udp.getsockname())
+for n in range(250): time.sleep(0.01); print(n)
+print("sum", udp.recv(10))
+"""
+
 _INTERFACES = """
 import hashlib, socket, time
 route = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); route.bind((0, 0))
@@ -364,6 +372,7 @@ PROGRAMS = (
     MatrixProgram("pipes to a child", _PIPES),
     MatrixProgram("sockets", _SOCKETS),
     MatrixProgram("pours by TCP", _POURS),
+    MatrixProgram("datagram at rest", _UNREAD, begins_again="a datagram is not read yet"),
     MatrixProgram("lists interfaces", _INTERFACES),
     MatrixProgram("timers, events, descriptors", _TIMERS),
     MatrixProgram("threads that log", _LOGGERS),
