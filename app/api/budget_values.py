@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from app.api.schemas.base import KIND
 from app.api.schemas.budgets import BudgetIn, Days
 from app.api.times import unknown_zone
-from app.core.fairness.budget import ALL, HOUR_US, MOST_PERCENT, Budget, budget_of
-from app.core.model.fields import Fault, escaped
+from app.core.fairness.budget import HOUR_US, MOST_PERCENT, Budget, budget_of
+from app.core.model.fields import Fault
 from app.errors import BadInput
 
 
@@ -41,10 +39,6 @@ def budget_from(
 
 
 def _faults(given: BudgetIn) -> Iterator[Fault]:
-    for kind in given.device_hours:
-        if kind != ALL and not re.fullmatch(KIND, kind):
-            told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', or * for all"
-            yield Fault(f"/device_hours/{escaped(kind)}", told, "kind")
     for percent in given.at:
         if int(percent) > MOST_PERCENT:
             told = f"must be a percentage of 1 to {MOST_PERCENT}"

@@ -229,6 +229,8 @@ def bad_input(error: RequestValidationError) -> errors.BadInput:
 
 def _fault(item: Mapping[str, Any]) -> Fault:
     where, *path = item["loc"]
+    if path[-1:] == ["[key]"]:  # the fault is that of a key, which is the part before it
+        del path[-1]
     detail = item["msg"].removeprefix("Value error, ")
     if item["type"] == "json_invalid":
         return Fault("", f"not JSON: {item['ctx']['error']}, at character {path[0]}", "json")

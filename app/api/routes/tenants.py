@@ -5,7 +5,6 @@ Every change of the tree holds `tenant_tree.lock`, so checks of the tree still h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from functools import partial
@@ -32,7 +31,7 @@ from app.api.budget_values import budget_from
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas.base import KIND, Page
+from app.api.schemas.base import Page
 from app.api.schemas.budgets import BudgetIn
 from app.api.schemas.people import (
     KeyIn,
@@ -215,24 +214,10 @@ def _budget(session: Session, tenant: str, given: BudgetIn | None, where: str) -
 
 def _take_defaults(session: Session, tenant: Tenant, given: UserDefaults) -> None:
     """Set what each user of the tenant has without own limits; raises BadInput."""
-    _check_kinds("/user_defaults/limit", given.limit or {})
     it = _budget(session, tenant.id, given.budget, "/user_defaults/budget")
     kept = {name: terms for name, terms in tenant.user_defaults.items() if name == "budget"}
     tenant.user_defaults = {**given.model_dump(exclude_none=True, exclude={"budget"}), **kept}
     budgets.set_default(session, tenant, it)
-
-
-def _check_kinds(pointer: str, limit: dict[str, int]) -> None:
-    faults = tuple(_bad_limit(pointer, limit))
-    if faults:
-        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
-
-
-def _bad_limit(pointer: str, limit: dict[str, int]) -> Iterator[Fault]:
-    for kind in limit:
-        if not re.fullmatch(KIND, kind) and kind != tenant_tree.ALL:
-            told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
-            yield Fault(f"{pointer}/{escaped(kind)}", told, "kind")
 
 
 def _take_over(tenant: Tenant, body: TenantPatch) -> None:
@@ -382,18 +367,8 @@ def _check_quota(tenant: Tenant, changed: str) -> None:
 
     Its pointers name the field `changed`.
     """
-    faults = [*_bad_kinds(tenant)] or [*_above_limit(tenant, changed)]
-    if faults:
-        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
-
-
-def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
-    """Yield faults for names that are not valid device kinds; the devices need not exist."""
-    if tenant_tree.ALL in tenant.guarantee:
-        told = "must name one device kind; only a limit may be for all kinds (`*`)"
-        yield Fault(f"/guarantee/{tenant_tree.ALL}", told, "kind")
-    yield from _bad_limit("/guarantee", tenant.guarantee)
-    yield from _bad_limit("/limit", tenant.limit)
+    if faults := tuple(_above_limit(tenant, changed)):
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
 
 
 def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
@@ -608,7 +583,6 @@ def get_me(caller: Authed) -> dict[str, Any]:
 
 def _limit_user(user: User, body: UserIn | UserPatch) -> None:
     """Copy the given limits; null removes one."""
-    _check_kinds("/limit", body.limit or {})
     for name in {*LIMITS} & body.model_fields_set:
         setattr(user, name, getattr(body, name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -64,13 +65,31 @@ Line = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_word)
 Tier = Literal["premium", "standard", "basic"]
 Weight = Annotated[float, Field(ge=0.001, le=1_000_000, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
-_ByKind = dict[str, Annotated[int, Field(ge=0, le=1_000_000)]]
-Guarantee = Annotated[
-    _ByKind, Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": f"^{KIND}$"}})
-]
+
+
+def _kind(name: str) -> str:
+    if name == "*":
+        raise ValueError("must name one device kind; only limits and budgets may be for all (`*`)")
+    if not re.fullmatch(KIND, name):
+        raise ValueError(
+            "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
+        )
+    return name
+
+
+def _kind_or_all(name: str) -> str:
+    return name if name == "*" else _kind(name)
+
+
+#: A device kind as the key of an object, or `*` for all of them; the devices need not exist.
+Kind = Annotated[str, AfterValidator(_kind)]
+KindOrAll = Annotated[str, AfterValidator(_kind_or_all)]
+BY_KIND: dict[str, Any] = {"propertyNames": {"pattern": f"^{KIND}$"}}
+BY_KIND_OR_ALL: dict[str, Any] = {"propertyNames": {"pattern": rf"^({KIND}|\*)$"}}
+_Devices = Annotated[int, Field(ge=0, le=1_000_000)]
+Guarantee = Annotated[dict[Kind, _Devices], Field(max_length=32, json_schema_extra=BY_KIND)]
 DeviceLimit = Annotated[
-    _ByKind,
-    Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": rf"^({KIND}|\*)$"}}),
+    dict[KindOrAll, _Devices], Field(max_length=32, json_schema_extra=BY_KIND_OR_ALL)
 ]
 Labels = dict[
     Annotated[str, Field(min_length=1, max_length=63), AfterValidator(_word)],

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.api.schemas.base import KIND, In, Line, Name, Out, example
+from app.api.schemas.base import BY_KIND_OR_ALL, In, KindOrAll, Line, Name, Out, example
 from app.core.fairness.budget import MOST_DAYS, MOST_HOURS, MOST_PERCENT, Action
 
 Hours = Annotated[float, Field(ge=0, le=MOST_HOURS, allow_inf_nan=False)]
@@ -44,12 +44,8 @@ class BudgetIn(In):
         carry=0.5,
     )
     device_hours: Annotated[
-        dict[str, Hours],
-        Field(
-            min_length=1,
-            max_length=32,
-            json_schema_extra={"propertyNames": {"pattern": rf"^({KIND}|\*)$"}},
-        ),
+        dict[KindOrAll, Hours],
+        Field(min_length=1, max_length=32, json_schema_extra=BY_KIND_OR_ALL),
     ] = Field(description=_GRANTS)
     period: Literal["month", "week"] | Days = Field("month", description=_PERIOD)
     timezone: Annotated[str, Field(max_length=64)] = Field("UTC", description=_ZONE)

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from app.api.schemas.base import (
+    BY_KIND,
     EXAMPLE_AT,
     EXAMPLE_TENANT,
-    KIND,
     In,
+    Kind,
     Line,
     Out,
     example,
@@ -20,10 +21,7 @@ from app.api.times import Instant, Time
 from app.core.model.fields import NAME, NAME_RULE
 
 _Number = Annotated[int, Field(ge=1, le=1_000_000)]
-_Devices = Annotated[
-    dict[str, _Number],
-    Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": f"^{KIND}$"}}),
-]
+_Devices = Annotated[dict[Kind, _Number], Field(max_length=32, json_schema_extra=BY_KIND)]
 _DEVICES = "The number of devices by kind."
 DeviceId = Annotated[str, Field(max_length=128)]
 DeviceLabel = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
