@@ -1,13 +1,12 @@
 """Manages devices that a task holds besides its home device: rows of `placements` that are its
 *guests*.
 
-The task's ranks are coordinated at its home device (`workers.residents.coordinator`). On the home's
-host, the other ranks are processes of the home. The device workers of the guests there are not
-involved: only these rows say that their slots are taken. On each other host, the device worker of
-one guest runs the remote ranks (`workers.residents.remote_ranks`) and gets orders of its own. The
-processes of an accelerator's worker see this accelerator alone, so each accelerator counts as a
-host of its own here. A guest is charged for the time that the home held its slot meanwhile, so only
-the home's clock is read. A guest has started when the home reports it.
+The task's processes are coordinated at its home device (`workers.residents.coordinator`). On the
+home's host, the other ranks are processes of the home, whose sandbox shows all these devices. The
+guests there are not involved: only these rows say that their slots are taken. On each other host,
+one guest runs the remote ranks (`workers.residents.remote_ranks`) for all guests of its host, and
+gets orders of its own. A guest is charged for the time that the home held its slot meanwhile, so
+only the home's clock is read. A guest has started when the home reports it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from sqlalchemy import ColumnElement, and_, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
-from app.core.model.device_choice import WHOLE_MILLI, choice_in, traits_in
+from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.db import transactions
 from app.db.models import Device, Placement, Task
 from app.scheduling import gang_tickets, ledger
@@ -129,14 +128,14 @@ def placement_on(task: Task, device: Device, cost_milli: int) -> Placement:
     )
 
 
-def awaits(session: Session, task: Task) -> bool:
-    """True if a command has to wait, because a task placed earlier still holds one of its guest
-    devices.
+def awaits(session: Session, task: Task, on: Device) -> bool:
+    """True if the task's processes on this device's host have to wait, because a task placed
+    earlier still holds one of the guests there.
 
-    Its processes use all of its accelerators as soon as they begin. Remote ranks wait by
-    themselves, as each has a device worker that gives it the slot.
+    They use all of these accelerators as soon as they begin. On a CPU they only share the host's
+    processors for a moment.
     """
-    if task.resized_at is None or task.started_at is not None or task.spec.run.kind != "command":
+    if task.resized_at is None or task.started_at is not None or on.kind == "cpu":
         return False
     before = aliased(Placement)
     held = and_(
@@ -146,9 +145,9 @@ def awaits(session: Session, task: Task) -> bool:
         before.ended_at.is_(None),
     )
     mine = (Placement.task_id == task.id, Placement.epoch == task.epoch, Placement.guest)
-    return bool(
-        session.scalar(select(select(before.id).join(Placement, held).where(*mine).exists()))
-    )
+    near = (Device.id == Placement.device_id, Device.host == on.host)
+    found = select(before.id).join(Placement, held).join(Device, and_(*near)).where(*mine)
+    return bool(session.scalar(select(found.exists())))
 
 
 def seated(session: Session, lent: Iterable[Placement]) -> None:
@@ -160,19 +159,11 @@ def seated(session: Session, lent: Iterable[Placement]) -> None:
 def by_host(devices: Iterable[Device]) -> list[list[Device]]:
     """Group a task's devices by the host of their ranks: the home's host first, then each other
     host.
-
-    A device whose ranks are apart is a group of its own.
     """
-    found = dict[tuple[str, str], list[Device]]()
+    found = dict[str, list[Device]]()
     for device in devices:
-        place = device.host, device.id if are_ranks_apart(device) else ""
-        found.setdefault(place, []).append(device)
+        found.setdefault(device.host, []).append(device)
     return list(found.values())
-
-
-def are_ranks_apart(device: Device) -> bool:
-    """True if processes of the device's worker see this device alone."""
-    return traits_in(device.facts).ranks_apart
 
 
 def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:

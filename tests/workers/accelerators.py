@@ -1,15 +1,23 @@
-"""Three simulated accelerators of one host, each with a zygote whose processes see it alone."""
+"""Simulated accelerators: three with a zygote each, whose processes see one of them; and a host of
+eight, of which a test opens those that it needs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.sim import orders
+from tests.workers.conftest import DeviceRig
 from tests.workers.resident_gangs import DeviceOfResidents, Residents
-from workers.process.isolation.device_access import find_access
+from workers.process.host_allocations import HostAllocations
+from workers.process.isolation.device_access import DeviceAccess, find_access
+
+DEVICES, MB = 8, 2**20
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +36,49 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Residents
             stack.callback(residents.close)
             found.append(residents)
         yield found
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], DeviceRig]]:
+    """Gives the worker of a device of the host, by its number; all are closed at the end."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "sim").mkdir()
+    for path in (folder, folder / "sim"):
+        path.chmod(0o755)
+    allocations = HostAllocations()
+    accesses = [_access(folder / "sim", number) for number in range(DEVICES)]
+    for number, access in enumerate(accesses):
+        has_room = partial(allocations.note_room, f"h.{number}", has_room=True)
+        allocations.serve(f"h.{number}", "sim", access, has_room)
+    opened: dict[int, DeviceRig] = {}
+
+    def worker(number: int) -> DeviceRig:
+        if number not in opened:
+            opened[number] = rig = DeviceRig(
+                folder,
+                device=f"h.{number}",
+                kind="sim",
+                access=accesses[number],
+                memory_bytes=64 * MB,
+                allocations=allocations,
+            )
+            rig.open()
+        return opened[number]
+
+    yield worker
+    for rig in opened.values():
+        rig.close()
+
+
+def _access(home: Path, number: int) -> DeviceAccess:
+    nodes = (home / "budget", home / f"node{number}")
+    for node in nodes:
+        node.touch()
+        node.chmod(0o666)
+    environ = {
+        "SIM_DEVICES": str(DEVICES),
+        "SIM_HOME": str(home),
+        "SIM_MEMORY_BYTES": str(64 * MB),
+        "SIM_MODE": "lazy",
+    }
+    return find_access("sim", str(number), environ=environ, nodes=nodes)

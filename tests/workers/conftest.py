@@ -17,7 +17,7 @@ import threading
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,9 +311,10 @@ class DeviceRig:
     def cancel(self, task: str, epoch: int = 1) -> None:
         self.supervisor.receive(Cancel(task=task, epoch=epoch, seq=self._seq(task, epoch)))
 
-    def resize(self, task: str, seats: int, epoch: int = 1) -> None:
+    def resize(self, task: str, seats: int, epoch: int = 1, guests: Sequence[str] = ()) -> None:
         seq = self._seq(task, epoch)
-        self.supervisor.receive(Resize(task=task, epoch=epoch, seq=seq, seats=[seats]))
+        order = Resize(task=task, epoch=epoch, seq=seq, seats=[seats], guests=[*guests])
+        self.supervisor.receive(order)
 
     def folder(self, task: str, epoch: int = 1) -> Path:
         """Return the working folder of a task that has started."""

@@ -58,7 +58,6 @@ class Residency:
         self.held_ahead = held_ahead
         self.account = DeviceAccount(house.memory_bytes)
         self.expected: list[str] = []
-        self.guest_bytes = 0  # memory that commands with another home device asked for here
         self.lacks = ""
 
     # --- accounting ---
@@ -71,7 +70,8 @@ class Residency:
     def free_bytes(self) -> int:
         """The free device memory; negative if a resident grew."""
         held = sum(r.on_device_bytes for r in self.living)
-        others = max(self.account.leftover_bytes, self.guest_bytes)
+        guests_bytes = self.house.allocations.claimed_bytes(self.house.device)
+        others = max(self.account.leftover_bytes, guests_bytes)
         return self.house.memory_bytes - held - others
 
     @property

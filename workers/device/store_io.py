@@ -49,7 +49,7 @@ from workers.device.processes.resident import Saving
 from workers.process import slab, untrusted
 from workers.process.image_layout import BadLayout, from_json
 from workers.process.isolation import host_mounts
-from workers.process.isolation.device_access import DeviceAccess, NoSuchDevice, with_guests
+from workers.process.isolation.device_access import DeviceAccess, NoSuchDevice
 from workers.process.slab import BadIndex
 from workers.process.untrusted import Nonsense
 from workers.process.uv import NoUv
@@ -275,11 +275,11 @@ def opened_image_key(order: Launch | ExpectedTask, house: House) -> Ciphers:
 
 
 def _access(launch: Launch, house: House) -> DeviceAccess:
-    """Return the access to this device and, for a command, to the further devices that it has."""
+    """Return the access to this device and to the further devices that the task has."""
     if not launch.guests or house.kind == "cpu":
         return house.access
     try:
-        return with_guests(house.access, house.kind, launch.guests, house.devices_folder)
+        return house.allocations.access(house.device, launch.guests)
     except NoSuchDevice as error:
         raise NotFetched("device", f"It cannot use its devices: {error}.") from error
 

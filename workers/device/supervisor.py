@@ -62,6 +62,7 @@ from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.exits import ResidentExits
 from workers.device.stays.listening import ResidentListener
 from workers.device.stays.resident_messages import ResidentMessages
+from workers.device.stays.sandbox_change import SandboxChange
 from workers.device.stays.spawning import LOCK_WAIT_S, Spawner
 from workers.device.stays.starting import TaskStarter
 from workers.device.stays.storing import ResultStore
@@ -158,15 +159,17 @@ class Supervisor(threading.Thread):
         self.images = CommandImages(house, self.spawner, self.reports, side)
         self.storing.images = self.images
         self.egress = EgressDesk(house, selector, stays, self.spawner, rhythm, self._exited)
-        self.exits = ResidentExits(
-            *(stays, self.listener, self.spawner, self.storing, side, self.egress)
-        )
         self.late = LateInputs(house, stays, self.lookout, side)
         self.starter = TaskStarter(
-            *(house, stays, self.trust, self.spawner, self.listener, selector, self.late),
+            *(house, stays, self.trust, self.spawner, self.listener, self.late),
             *(self.mounts, self.egress),
         )
         self.starter.images = self.images
+        self.change = SandboxChange(house, stays, side, self.starter)
+        self.hosts.on_other_devices = self.change.begin
+        self.exits = ResidentExits(
+            *(stays, self.listener, self.spawner, self.storing, side, self.egress, self.change)
+        )
         self.admission = Admission(stays, self.starter, self.spawner, residency)
         self.orders = OrderDesk(stays, self.storing)
         self.answers = AnswerDesk(
@@ -190,6 +193,7 @@ class Supervisor(threading.Thread):
             "part": self.listener.take_part,
             "saving": self.storing.saving,
             "adopts": self.images.adopt,
+            "left": self.change.left,
         }
 
     def _run_instruction(self, instruction: Instruction, now: int) -> None:
@@ -282,6 +286,7 @@ class Supervisor(threading.Thread):
         # 3. Start processes, let tasks yield, and fill the slot.
         self.admission.admit()
         self.admission.end_round()
+        self.change.look(now_us())
         self.presets.look()
         # 4. Report changes.
         self.reports.report_if_due()
@@ -323,6 +328,8 @@ class Supervisor(threading.Thread):
         else:
             self.spawner.count_device_memory(is_counted=self.health.has_monitor)
         self.spawner.open(self._lock_fd)
+        house = self.house
+        house.allocations.serve(house.device, house.kind, house.access, self._look_again)
 
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -343,7 +350,12 @@ class Supervisor(threading.Thread):
         done = self.stays.holder is None and all(r.is_kept and not r.is_saving for r in kept)
         return done or now_us() >= self.stop_by_us
 
+    def _look_again(self) -> None:
+        """Have a round soon.  Called from other threads."""
+        self.receive(lambda: None)
+
     def _move_out(self) -> None:
+        self.house.allocations.leave(self.house.device)
         if self.spawner.zygote is not None:
             self.spawner.zygote.end()
         self.egress.close()

@@ -31,6 +31,7 @@ from workers.device.device_check import find_device
 from workers.device.heartbeat import PulseGatherer
 from workers.device.host_devices import HostDevice, HostDevices
 from workers.process.celery_inbox import hears
+from workers.process.host_allocations import HostAllocations
 from workers.process.isolation.device_access import FoundDevice
 from workers.transfer.host_context import CannotServe, House
 
@@ -76,7 +77,8 @@ class Serve(bootsteps.StartStopStep):
         mail = Mail(MessageKeys(Signer.at(settings().host_key_file)), island_key)
         to_island = ToIsland(settings().island, mail, devices=len(devices))
         reads = parent.app.amqp.queues.consume_from
-        served = [_device(one, reads, to_island) for one in devices]
+        allocations = HostAllocations()
+        served = [_device(one, reads, to_island, allocations) for one in devices]
         Serve.host = HostDevices(served, mail, end_process=_end)
         Serve.host.start()
 
@@ -88,12 +90,15 @@ class Serve(bootsteps.StartStopStep):
         self.stop(parent)
 
 
-def _device(settings: Settings, reads: Container[str], to_island: ToIsland) -> HostDevice:
+def _device(
+    settings: Settings, reads: Container[str], to_island: ToIsland, allocations: HostAllocations
+) -> HostDevice:
     """Describe a device of this worker, which reads these queues."""
 
     def house(found: FoundDevice) -> House:
         made = House.of(settings, found)
-        return replace(made, host_news=broker.device_queue(made.host) in reads)
+        reads_host = broker.device_queue(made.host) in reads
+        return replace(made, host_news=reads_host, allocations=allocations)
 
     return HostDevice(
         id=settings.device,

@@ -48,7 +48,9 @@ class TaskStart:
     image: SlabImage | None = None
     seats: tuple[int, ...] = (1,)  # as in a Launch
     host: int = 0  # as in a Launch
-    # let the processes of a command see several devices
+    # True: the gang ran in another sandbox until now, and goes on from the image as soon as it can
+    goes_on: bool = False
+    # let the processes of a task see several devices
     variables: Mapping[str, str] = field(default_factory=dict)
     # further environment variables, which the descriptor only names
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -62,6 +64,14 @@ class TaskStart:
     dump_damaged: bool = False
     # True: the process of a function does not exit at its end, but waits for the next function
     rests: bool = False
+
+    def variables_of_slot(self, slot: int) -> dict[str, str]:
+        """Return the variables that let a rank see its device alone; `slot` counts those of this
+        host.
+        """
+        name = f"{self.kind.upper()}_VISIBLE_DEVICES"
+        shown = self.variables.get(name, "").split(",")
+        return {name: shown[slot]} if len(shown) > 1 else {}
 
     def as_rank(self, rank: int) -> TaskStart:
         """Return the start of one rank.

@@ -150,6 +150,11 @@ def seats(arena: Arena) -> int:
     return arena.words[SEATS]
 
 
+def slot_of(arena: Arena, rank: int) -> int:
+    """Return the number of the rank's present slot, among those of all hosts."""
+    return arena.words[arena.rank(rank) + SEAT]
+
+
 def wish(arena: Arena, seats: int) -> None:
     """Request another number of slots.
 

@@ -135,10 +135,13 @@ def fork(
     live: Callable[[Work], int],
     handles: Handles,
     rank: int,
+    slot: int,
     region: Region,
     not_theirs: tuple[int, ...] = (),
 ) -> RankProcess:
-    """Fork a rank. `not_theirs`: descriptors of ours that no rank may hold."""
+    """Fork a rank, which sees the device of its slot alone. `not_theirs`: descriptors of ours that
+    no rank may hold.
+    """
     wire, theirs = pair()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -152,6 +155,7 @@ def fork(
             for fd in not_theirs:
                 os.close(fd)
             _become(work, theirs, handles, rank, region)
+            os.environ.update(work.start.variables_of_slot(slot))
             status = live(work)
         except BaseException:
             traceback.print_exc()  # what the rank prints goes to the job's log

@@ -18,6 +18,10 @@ replicas, cross once. So an image made on any hosts goes on on any others.
 Then all ranks stage at a cut, end, and are forked anew, on all hosts, from the image in the slab.
 Nothing of it goes to the store, and the gang holds its slot on the coordinator all the time.
 
+*A change of accelerators* of the coordinator host needs another sandbox, as a sandbox shows the
+nodes of certain devices. So the conductor ends, too, with the image in the slab, and the supervisor
+starts a new one from there.
+
 *Ends.* If its line ends, an outpost ends its ranks. A gang that loses an outpost fails, with the
 host as the cause.
 """
@@ -85,6 +89,8 @@ class Seats:
     numbers: tuple[int, ...]
     lines: dict[int, socket.socket] = field(default_factory=dict)
     links: dict[int, socket.socket] = field(default_factory=dict)
+    # True for devices that this sandbox does not show; the connections are for the next one
+    are_elsewhere: bool = False
 
     @staticmethod
     def taken(numbers: Sequence[int], fds: list[int]) -> Seats:
@@ -120,10 +126,14 @@ def _fork_all(
 ) -> dict[int, RankProcess]:
     """Fork the ranks of this host; `not_theirs` are sockets that no rank may hold."""
     ranks, held = work.spec.world_size, tuple(sock.fileno() for sock in not_theirs)
-    regions = {rank: Region.of(rank, ranks, work.slab.limit_bytes) for rank in board.here()}
+    before = sum(work.start.seats[: board.host])  # slots of the hosts before this one
+    slots = {rank: turns.slot_of(board, rank) - before for rank in board.here()}
     return {
-        rank: fork(work, live, board.handles, rank, region, held)
-        for rank, region in regions.items()
+        rank: fork(
+            *(work, live, board.handles, rank, slot),
+            *(Region.of(rank, ranks, work.slab.limit_bytes), held),
+        )
+        for rank, slot in slots.items()
     }
 
 
@@ -254,21 +264,23 @@ class Home(Conductor):
 
     def __init__(self, work: Work, live: Live) -> None:
         super().__init__(work)
+        image = work.start.image
         self.live = live
         self.lines: dict[int, Link] = {}
         self.parts: dict[int, ImageParts] = {}
         self.bridge_pid = 0
         self.wanted: Seats | None = None
-        self.changes = False
+        self.changes = work.start.goes_on
         # True for a change by a "go" order, which needs no "resized" report
         self.is_silent = False
+        self.has_left = False  # True once the image is ready for the next sandbox
         # True if the worker of a host stops: the gang then ends when the image of the cut is stored
         self.is_left = False
-        self.has_begun = False  # True once the gang has run on its slots
+        self.has_begun = work.start.goes_on  # True once the gang has run on its slots
         # True once all ranks are off their slots; then no rank begins to send an output
         self.is_off = True
         # the step after which all ranks stand during a pause or a change; -1 before that
-        self.stand_at = -1
+        self.stand_at = image.step if image is not None and work.start.goes_on else -1
         self.later: list[JSON] = []
         self.printed = Printed()
 
@@ -332,7 +344,7 @@ class Home(Conductor):
                 super().order(message)
             case _ if self.changes:
                 self.later.append(message)
-            case "resize" if self.lines or len(message["seats"]) > 1:
+            case "resize" if self.lines or len(message["seats"]) > 1 or message.get("elsewhere"):
                 self._want(message["to"])
             case "go" if message["linked"] or (self.lines and len(message["seats"]) == 1):
                 self._go_to(message["to"])
@@ -344,7 +356,9 @@ class Home(Conductor):
         if message["is"] not in ("resize", "go") or "to" in message:
             return
         seats = message["seats"]
-        if message["is"] == "resize" or message["linked"]:
+        if message.get("elsewhere"):
+            message["to"] = Seats(tuple(seats), are_elsewhere=True)
+        elif message["is"] == "resize" or message["linked"]:
             message["to"] = Seats.taken_first(seats, self.work.wire.fds)
         else:
             message["to"] = Seats(tuple(seats))
@@ -413,10 +427,13 @@ class Home(Conductor):
         super().keep_time()
 
     def _begin_again(self, seats: Seats) -> None:
-        """End all ranks and fork them on the new hosts.
+        """End all ranks and fork them on the new hosts, or leave that to the next sandbox.
 
         At this point all ranks are still, and the image is in the slab.
         """
+        if seats.are_elsewhere:
+            self.has_left = True
+            return
         for fd in (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd)):
             self.poll.unregister(fd)
         for line in self.lines.values():
@@ -442,6 +459,9 @@ class Home(Conductor):
         later, self.later = self.later, []
         for message in later:
             self.order(message)
+
+    def look_in_ms(self) -> float:
+        return 0 if self.has_left else super().look_in_ms()
 
     def take(self, rank: RankProcess, message: JSON) -> None:
         if message["is"] == "unsaved" and self.changes:
@@ -494,10 +514,14 @@ class Home(Conductor):
                 rank.last = {**_fault(told), "step": self.step()}
 
     def last_word(self) -> JSON | None:
-        """Return how the gang ended; if a host is lost, that is the cause.
+        """Return how the gang ended, or that it goes on in another sandbox.
 
-        Without the host the bridges fail too, and ranks may hear of their failure first.
+        If a host is lost, that is the cause. Without the host the bridges fail too, and ranks may
+        hear of their failure first.
         """
+        if self.has_left:
+            about = {"step": self.stand_at, "index_bytes": self.index_bytes}
+            return {"is": "left", "came": [*self.came], **about}
         if self.is_left and self.saved_step == self.stand_at and not self.is_saving:
             told = "one of its hosts is stopping; no step is lost"
             return {**_fault(told), "step": self.stand_at}

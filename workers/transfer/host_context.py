@@ -35,6 +35,7 @@ from app.storage.signing import Signer
 from app.storage.store import Store
 from workers.process import uv
 from workers.process.file_locks import hold
+from workers.process.host_allocations import HostAllocations
 from workers.process.isolation import sandbox
 from workers.process.isolation.cgroups import Bounds
 from workers.process.isolation.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
@@ -109,6 +110,8 @@ class House:
     incarnation: str = field(default_factory=lambda: _incarnation(0))
     # control groups of programs that build packages and unpack images
     helpers: HelperGroups = field(default_factory=HelperGroups, compare=False)
+    # what the supervisors of this process know of each other's devices
+    allocations: HostAllocations = field(default_factory=HostAllocations, compare=False)
 
     @classmethod
     def of(cls, settings: Settings, found: FoundDevice) -> House:
@@ -181,11 +184,6 @@ class House:
         return (self.run.parent, *([place.root] if isinstance(place, Folder) else []))
 
     @property
-    def devices_folder(self) -> Path:
-        """The folder in which the workers of this host write how their devices are used."""
-        return self.run / "devices"
-
-    @property
     def bounds(self) -> Bounds:
         """The limits of the residents on this host, together and each."""
         return Bounds.of(
@@ -195,7 +193,7 @@ class House:
             overhead_bytes=self.overhead_bytes,
             residents_max=self.residents_max,
             threads=self.threads,
-            nodes=sandbox.device_nodes(self.access.nodes),
+            nodes=sandbox.device_nodes(()),
         )
 
     @property
@@ -267,8 +265,6 @@ class House:
             "exchange_key": self.message_keys.announced,
             "sealing_key": self.host_key.announced(self.signer),
             "splice": self.can_splice,
-            # its residents see this device alone
-            **({"ranks_apart": True} if self.kind != "cpu" else {}),
             "protocol": PROTOCOL,
             "spec": True,  # for an island of the version before: a Launch may have a descriptor
             "image_key": True,  # the worker takes a Launch with the key of images

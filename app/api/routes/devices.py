@@ -357,7 +357,7 @@ _SHOWN = (
         "torch",
         "protocol",
     ),
-    *("capabilities", "splice", "ranks_apart", "host_memory_bytes", "limits", "unlimited"),
+    *("capabilities", "splice", "host_memory_bytes", "limits", "unlimited"),
 )
 
 

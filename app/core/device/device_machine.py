@@ -172,7 +172,20 @@ class DeviceMachine:
         """True if the launch is meant for this process of the device, and newer than all before."""
         is_ours = launch.incarnation in ("", self.incarnation)
         is_new = (launch.epoch, launch.seq) > self.newest.get(launch.task, (0, 0))
-        return is_ours and is_new and not self.is_leaving
+        return is_ours and is_new and not (self.is_leaving or self._must_save_before(launch))
+
+    def _must_save_before(self, launch: Launch) -> bool:
+        """True if the task's paused process cannot go on with this launch, and alone has its last
+        steps.
+
+        The island sends the launch again, and by then the image is durable.
+        """
+        before = self.living(launch.task)
+        if before is None or before.stay.state != StayState.PAUSED or before.is_kept:
+            return False
+        if launch.host:
+            return False  # another device has the newest image of the gang
+        return before.stay.step > _newest_step(launch) and not _can_go_on(before, launch)
 
     def is_fresh(self, answer: Answer | LeaseRenewal | ReportWanted) -> bool:
         """True if the answer is meant for this process, and newer than all before.
@@ -657,7 +670,8 @@ class DeviceMachine:
         if not has_slot or stay.wanted is None or slots != stay.wanted.seats:
             self._reject(process, f"it is on {slots} slots")
             return
-        stay.step, stay.slots, stay.wanted = event.step, slots, None
+        stay.step, stay.slots, stay.guests = event.step, slots, stay.wanted.guests
+        stay.wanted = None
         self._say(TellIsland(stay=stay.key, kind=messages.Resized, details={"seats": slots}))
         self._say(ReportSoon(is_urgent=True))
 
@@ -767,11 +781,13 @@ class DeviceMachine:
         self._say(verdict, ReportSoon(is_urgent=not self.is_followed))
 
     def _let_hosts_go(self, process: ProcessRecord) -> None:
-        """End a paused gang of several hosts if its image is durable, to free memory on the other
-        hosts.
+        """End a paused gang if its image is durable, to free memory on its other hosts and devices.
+
+        A frozen command keeps its memory, as its image may lack its processes.
         """
         stay = process.stay
-        if stay.state == StayState.PAUSED and len(stay.slots) > 1 and process.is_kept:
+        is_spread = len(stay.slots) > 1 or (stay.guests and not process.is_command)
+        if stay.state == StayState.PAUSED and is_spread and process.is_kept:
             self._drop(stay, "evicted")
 
     # --- what always holds ---
@@ -807,13 +823,17 @@ def _can_go_on(process: ProcessRecord, launch: Launch) -> bool:
     checkpoint.
 
     A process keeps the secrets with which it began, so it cannot continue if one has changed. A
-    coordinator's process cannot become the remote ranks of its gang. The processes of a command can
-    only use the devices that they see.
+    coordinator's process cannot become the remote ranks of its gang. A process can only use the
+    devices that its sandbox shows.
     """
-    newest_step = launch.images[0].step if launch.images else 0
-    is_new = process.stay.state == StayState.PAUSED and process.stay.step >= newest_step
+    has_newest = process.stay.step >= _newest_step(launch)
+    is_new = process.stay.state == StayState.PAUSED and has_newest
     has_same = process.stay.secrets_mark == launch.secrets.get("mark", "")
     return is_new and has_same and not launch.host and process.stay.guests == launch.guests
+
+
+def _newest_step(launch: Launch) -> int:
+    return launch.images[0].step if launch.images else 0
 
 
 def _validate_stay(stay: StayRecord, holders: list[ProcessRecord]) -> None:

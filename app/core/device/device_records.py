@@ -44,7 +44,7 @@ class StayRecord:
     # slots on which the task is to begin
     launch_slots: list[int] = field(default_factory=lambda: [1])
     slots: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
-    guests: list[str] = field(default_factory=list)  # further devices that its process sees
+    guests: list[str] = field(default_factory=list)  # further devices that its sandbox shows
     secrets_mark: str = ""  # changes if the values of its secrets change
     milli: int = WHOLE_MILLI  # thousandths of the device that the task takes
     is_function: bool = False

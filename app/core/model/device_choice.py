@@ -52,16 +52,14 @@ class DeviceTraits:
     """Holds what a device says about itself; the model of a GPU instance (MIG) includes its
     profile.
 
-    Ranks can take turns on the device if it can `splice`. `ranks_apart`: a process sees this device
-    alone, so the ranks of a gang on other devices of its host are remote ranks. If a host reports
-    its `builds`, the packages of a task must be ready there before the task may start.
+    Ranks can take turns on the device if it can `splice`. If a host reports its `builds`, the
+    packages of a task must be ready there before the task may start.
     """
 
     model: str = ""
     compute_capability: str = ""
     labels: tuple[str, ...] = ()
     splice: bool = True
-    ranks_apart: bool = False
     offers: tuple[str, ...] = ()
     gives: tuple[tuple[str, int], ...] = ()  # resource -> the most that one task may take
     # None: not known, or packages are installed at a launch
@@ -75,7 +73,6 @@ TRAITS = (
     "compute_capability",
     "labels",
     "splice",
-    "ranks_apart",
     "offers",
     resources.GIVES,
 )  # the names of the facts that are traits
@@ -219,13 +216,12 @@ def _resource(said: str) -> tuple[str, int]:
 
 def traits_in(facts: Any) -> DeviceTraits:
     """Read the traits among the facts that a device reports."""
-    model, compute_capability, labels, splice, ranks_apart, offers, gives = map(facts.get, TRAITS)
+    model, compute_capability, labels, splice, offers, gives = map(facts.get, TRAITS)
     return DeviceTraits(
         model=model or "",
         compute_capability=compute_capability or "",
         labels=tuple(labels or ()),
         splice=splice is not False,
-        ranks_apart=bool(ranks_apart),
         offers=tuple(offers or ()),
         gives=tuple(sorted((gives or {}).items())),
     )

@@ -433,7 +433,7 @@ def _goes_on_without(
 def _are_near(board: Board, task: BoardTask, devices: list[str]) -> bool:
     """True if the worker of the task's home device runs the ranks of these devices, too."""
     home, others = board.devices[task.seats[0]], [board.devices[id] for id in devices]
-    return all(one.host == home.host and not one.traits.ranks_apart for one in others)
+    return all(one.host == home.host for one in others)
 
 
 def _make_smaller(

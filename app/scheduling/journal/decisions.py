@@ -166,9 +166,7 @@ def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
     if device.id in rows.lent or _awaits_guests(session, task, device):
         # prepare now; start only after the island confirms
         launch = replace(launch, surely_until_us=0)
-    # the processes of a command are all on one host, whatever its devices are
-    is_command = launch.spec.run.kind == "command"
-    hosts = [devices] if is_command else guest_placements.by_host(devices)
+    hosts = guest_placements.by_host(devices)
     orders.order_hosts(session, rows, task, hosts, launch)
     task_writer.tell(
         session, task, "task.launched", decision.because, device=device.id, rule=decision.rule
@@ -176,10 +174,10 @@ def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
 
 
 def _awaits_guests(session: Session, task: Task, home: Device) -> bool:
-    if not guest_placements.are_ranks_apart(home):
+    if task.resized_at is None or home.kind == "cpu":
         return False
     session.flush()
-    return guest_placements.awaits(session, task)
+    return guest_placements.awaits(session, task, home)
 
 
 def _share(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:

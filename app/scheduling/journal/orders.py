@@ -17,7 +17,6 @@ from app.core.model.protocol.messages import JSON, Launch, Resize, Save
 from app.db import transactions
 from app.db.models import Device, OutboxOrder, Task
 from app.scheduling import launch_image_key, launch_secrets
-from app.scheduling.guest_placements import are_ranks_apart
 from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.journal.plan_rows import PlanRows
 from app.scheduling.round_notes import notes_of
@@ -100,18 +99,18 @@ def order_hosts(
         links = {"secret": secrets.token_hex(32)}
     home = hosts[0][0]
     if launch is None:
-        write_order(session, task, Resize, seats=seats, links=links)
+        named = {} if _refuses_names(home) else {"guests": _guests(hosts[0])}
+        write_order(session, task, Resize, seats=seats, links=links, **named)
     else:
         task.order_seq += 1
-        guests = _guests(launch, hosts[0])
+        guests = _guests(hosts[0])
         placed = replace(launch, seq=task.order_seq, seats=seats, links=links, guests=guests)
         _write_launch(session, task, home, placed)
-    for host, (device, *_) in enumerate(hosts[1:], 1):
-        remote = _of_remote_ranks(rows.shelf.launch(task, home), device)
-        links_home = {**links, "home": home.links}
-        _write_launch(
-            session, task, device, replace(remote, seats=seats, host=host, links=links_home)
-        )
+    for host, devices in enumerate(hosts[1:], 1):
+        remote = _of_remote_ranks(rows.shelf.launch(task, home), devices[0])
+        joining = {**links, "home": home.links}
+        placed = replace(remote, seats=seats, host=host, links=joining, guests=_guests(devices))
+        _write_launch(session, task, devices[0], placed)
 
 
 def readdress_launches(session: Session, house: DeviceRows) -> None:
@@ -137,16 +136,15 @@ def readdress_launches(session: Session, house: DeviceRows) -> None:
         notes_of(session).orders.append(order)
 
 
-def _guests(launch: Launch, devices: Sequence[Device]) -> list[str]:
-    """Return the further devices that a command's processes see.
+def _guests(devices: Sequence[Device]) -> list[str]:
+    """Return the further devices of a host that the task's processes see; a CPU needs no names."""
+    first, *others = devices
+    return [] if first.kind == "cpu" else [device.id for device in others]
 
-    Processes on a CPU need no names.  A worker of an older version, which does not say that its
-    ranks are apart, would refuse the names, and all news that comes with them.
-    """
-    home, *others = devices
-    if launch.spec.run.kind != "command" or not are_ranks_apart(home):
-        return []
-    return [device.id for device in others]
+
+def _refuses_names(device: Device) -> bool:
+    """True for a worker of an older version, which takes no names of devices in a Resize."""
+    return "ranks_apart" in device.facts
 
 
 def _of_remote_ranks(launch: Launch, device: Device) -> Launch:

@@ -62,9 +62,7 @@ def load(session: Session, plan: Plan) -> PlanRows | None:
     launches = [
         (tasks[each.task], devices[str(each.device)])
         for each in given
-        if each.move == Move.Launch
-        or tasks[each.task].across_hosts
-        or guest_placements.are_ranks_apart(devices[str(each.device)])
+        if each.move == Move.Launch or tasks[each.task].across_hosts
     ]
     return PlanRows(
         tasks=tasks,

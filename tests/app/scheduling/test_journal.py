@@ -1296,31 +1296,37 @@ def orders(session, device):
 class TestAccelerators:
     @pytest.fixture
     def alone(self, session, running):
-        """h.0 and h.1 are accelerators of one host; processes of each see it alone."""
+        """h.0 and h.1 are accelerators of one host; the task runs on the first."""
         for id in ("h.0", "h.1"):
-            hear(session, device=id, links=LINKS, residents=_of(running, id))
-            device = session.get_one(Device, id)
-            device.facts = {**device.facts, "splice": True, "ranks_apart": True}
+            hear(session, device=id, kind="sim", links=LINKS, residents=_of(running, id))
+            session.get_one(Device, id).kind = "sim"
         running.devices_max = 2
         return running
 
-    def test_ranks_of_another_accelerator_are_remote_ranks(self, session, alone):
+    def test_the_task_is_told_which_accelerators_of_its_host_it_has(self, session, alone):
         decide(session, alone, "Splice", devices=("h.0", "h.1"))
-        (home,), (other,) = orders(session, "h.0")[-1:], orders(session, "h.1")
-        assert (home.kind, home.body["seats"]) == ("Resize", [1, 1])
-        assert (other.kind, other.body["seats"], other.body["host"]) == ("Launch", [1, 1], 1)
-        hear(session, events=[event(Resized, alone, 2, seats=[1, 1], step=4)])
+        (home,) = orders(session, "h.0")[-1:]
+        assert (home.kind, home.body["seats"], home.body["guests"]) == ("Resize", [2], ["h.1"])
+        assert orders(session, "h.1") == []
+        hear(session, events=[event(Resized, alone, 2, seats=[2], step=4)])
         assert alone.state == "running"
         resized = select(RequestEvent.message).where(RequestEvent.type == "task.resized")
         assert session.scalars(resized).one() == "Resized after step 4: it runs on 2 devices."
 
     def test_ranks_come_back_to_the_home_device(self, session, alone):
         decide(session, alone, "Splice", devices=("h.0", "h.1"))
-        hear(session, events=[event(Resized, alone, 2, seats=[1, 1], step=4)])
+        hear(session, events=[event(Resized, alone, 2, seats=[2], step=4)])
         decide(session, alone, "Splice", devices=("h.0",))
-        assert orders(session, "h.0")[-1].body["seats"] == [1]
+        last = orders(session, "h.0")[-1].body
+        assert (last["seats"], "guests" in last) == ([1], False)
         hear(session, events=[event(Resized, alone, 3, seats=[1], step=9)])
         assert [guest.end for guest in guests(session)] == ["resized"]
+
+    def test_a_worker_of_an_older_version_gets_no_names_that_it_would_refuse(self, session, alone):
+        home = session.get_one(Device, "h.0")
+        home.facts = {**home.facts, "ranks_apart": True}
+        decide(session, alone, "Splice", devices=("h.0", "h.1"))
+        assert "guests" not in orders(session, "h.0")[-1].body
 
 
 def _of(task, device):
@@ -1455,18 +1461,12 @@ class TestCommandsOfSeveralDevices:
         self, session, task
     ):
         for device in ("h.0", "h.1", "h.2"):
-            hear(session, device=device, ranks_apart=True)
+            hear(session, device=device, kind="sim")
         _as_command(task)
         decide(session, task, "Launch", devices=("h.0", "h.2"))
         (home,) = orders(session, "h.0")
         assert (home.body["seats"], home.body["guests"]) == ([2], ["h.2"])
         assert orders(session, "h.2") == []
-        task.memory_bytes = 7
-        asked = {
-            id: hear(session, device=id, kind="sim", ranks_apart=True).guest_bytes
-            for id in ("h.1", "h.2")
-        }
-        assert asked == {"h.1": 0, "h.2": 7}
         begun = replace(started(task), capabilities=["pause", "restart"])
         hear(session, residents=[view(task, "running")], events=[begun])
         decide(session, task, "Pause")
@@ -1476,32 +1476,33 @@ class TestCommandsOfSeveralDevices:
         waits = seen.tasks[task.id]
         assert (waits.image_on, waits.image_with) == ("h.0", ("h.2",))
 
-    def test_devices_of_an_older_version_get_no_field_that_they_would_refuse(self, session, task):
+    def test_devices_of_a_cpu_need_no_names(self, session, task):
         for device in ("h.0", "h.1"):
-            hear(session, device=device, kind="sim")
-        _as_command(task, memory_bytes=7)
+            hear(session, device=device)
+        _as_command(task)
         decide(session, task, "Launch", devices=("h.0", "h.1"))
         (home,) = orders(session, "h.0")
         assert home.body["seats"] == [2]
         assert "guests" not in home.body
-        assert "guest_bytes" not in encode(hear(session, device="h.1", kind="sim"))
 
+    @pytest.mark.parametrize("run", [{"command": ["x"]}, {"job": "m:Job"}], ids=["command", "job"])
     def test_it_begins_only_when_the_task_before_it_has_left_its_further_device(
-        self, session, running
+        self, session, running, run
     ):
         command = copy_of(session, running)
         for device in ("h.0", "h.1"):
             here = [view(running, "running")] if device == "h.0" else []
-            hear(session, device=device, residents=here, ranks_apart=True)
-        _as_command(command)
+            hear(session, device=device, residents=here, kind="sim")
+            session.get_one(Device, device).kind = "sim"
+        _as_command(command, run=run)
         decide(session, running, "Pause")
         decide(session, command, "Launch", devices=("h.1", "h.0"))
         assert "surely_until_us" not in orders(session, "h.1")[-1].body
-        ready = {"device": "h.1", "residents": [view(command, "ready")], "ranks_apart": True}
+        ready = {"device": "h.1", "residents": [view(command, "ready")], "kind": "sim"}
         answer = hear(session, **ready)
         assert (answer.keep, answer.drop) == ([], [])
         left = [event(Paused, running, 2)]
-        hear(session, residents=[view(running, "paused")], events=left, ranks_apart=True)
+        hear(session, residents=[view(running, "paused")], events=left, kind="sim")
         assert hear(session, **ready).keep == [[command.id, 1]]
 
 
@@ -1584,11 +1585,10 @@ class TestCommandsThatMove:
         assert (paused.epoch, paused.bound_because) == (2, "")
 
 
-def _as_command(task, *, memory_bytes=0):
-    """Let the task be a command on two devices."""
+def _as_command(task, *, run=None):
+    """Let the task be a command, or what `run` says, on two devices."""
     task.devices_min = task.devices_max = 2
-    task.memory_bytes = memory_bytes
-    task.descriptor = {**task.descriptor, "run": {"command": ["x"]}}
+    task.descriptor = {**task.descriptor, "run": run or {"command": ["x"]}}
 
 
 def copy_of(session, task):

@@ -120,6 +120,22 @@ class Dies(Train):
         return super().step(ctx)
 
 
+LOOKED = []  # not in any image, so it is empty in a new process
+
+
+class Looks(Train):
+    """Each rank says, whenever it begins in a process, which devices it sees."""
+
+    def step(self, ctx):
+        if not LOOKED:
+            LOOKED.append(self)
+            folder = os.environ["SIM_HOME"]
+            nodes = sorted(name[4:] for name in os.listdir(folder) if name.startswith("node"))
+            shown, count = os.environ["SIM_VISIBLE_DEVICES"], torch.sim.device_count()
+            print(f"rank {ctx.rank} sees {count}: {shown} of {' '.join(nodes)}")
+        return super().step(ctx)
+
+
 class Strays(Train):
     """At step 3, the last rank does something else, until there is a file `go on`."""
 

@@ -18,6 +18,8 @@ from workers.device.heartbeat import now_us
 from workers.device.memory_tiers import Residency
 from workers.device.processes.resident import Resident
 from workers.hardware.memory_cap import cap_memory
+from workers.process.host_allocations import HostAllocations
+from workers.process.isolation.device_access import DeviceAccess
 from workers.residents import progress
 
 GB = 2**30
@@ -54,6 +56,7 @@ def _residency(*residents: Resident, ended: list[Resident] | None = None) -> Res
     house: Any = SimpleNamespace(
         kind="sim", memory_bytes=BUDGET, host_memory_bytes=GB, residents_max=9
     )
+    house.device, house.allocations = "h.0", HostAllocations()
     end = ([] if ended is None else ended).append
     return Residency(house, {r.id: r for r in residents}, end, lambda: 0)
 
@@ -152,10 +155,12 @@ def test_paused_tasks_make_room_for_a_command_that_holds_the_device_as_a_guest(c
     paused = _resident(OURS, memory_bytes=30 * GB)
     ended: list[Resident] = []
     residency = _residency(paused, ended=ended)
-    residency.guest_bytes = 8 * GB
+    allocations = residency.house.allocations
+    allocations.serve("h.0", "sim", DeviceAccess(), lambda: None)
+    allocations.claim("h.1", {"h.0": 8 * GB})
     residency.look(1)
     assert (residency.free_bytes, ended) == (2 * GB, [])
-    residency.guest_bytes = 20 * GB
+    allocations.claim("h.1", {"h.0": 20 * GB})
     residency.end = lambda resident: residency.residents.pop(resident.id) and ended.append(resident)
     residency.look(2)
     assert ended == [paused]  # it never had the slot: it has no state to lose

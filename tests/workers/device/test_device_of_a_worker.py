@@ -100,7 +100,6 @@ def test_trial_at_the_start_finds_the_device_and_its_memory(of_host, tmp_path):
     assert traits_in(house.facts) == DeviceTraits(
         model="simulated accelerator 1",
         compute_capability="1.0",
-        ranks_apart=True,
         offers=("env", "secrets", "notice", "session", "isolation", "isolation:user"),
     )
     assert (house.memory_bytes, house.device_fraction) == (DEVICE_BYTES // 2, 0.5)

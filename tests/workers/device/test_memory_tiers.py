@@ -29,6 +29,7 @@ from workers.device.processes.resident import Resident
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.storages import follow_lending
 from workers.process import slab
+from workers.process.host_allocations import HostAllocations
 from workers.process.isolation.sandbox import ENVIRONMENT
 from workers.process.slab import Slab
 from workers.switching import context_switch
@@ -249,8 +250,15 @@ def _resident(task: str, paused_us: int, absent_us: int = 0) -> Any:
     return SimpleNamespace(task=task, paused_us=paused_us, absent_us=absent_us, kill_reason="")
 
 
+def _house(**memory: int) -> Any:
+    allocations = HostAllocations()
+    return SimpleNamespace(
+        device="h.0", kind="cpu", residents_max=9, allocations=allocations, **memory
+    )
+
+
 def _order(residents: list[Any], expected: list[str] | None = None) -> list[str]:
-    house: Any = SimpleNamespace(kind="cpu", memory_bytes=0, host_memory_bytes=0, residents_max=9)
+    house = _house(memory_bytes=0, host_memory_bytes=0)
     known = dict(enumerate(residents))
     residency = Residency(house, known, lambda resident: None, lambda: 0)
     residency.expected = expected or []
@@ -314,9 +322,7 @@ def test_returned_task_is_ready_only_once_it_may_grow_to_its_request(monkeypatch
     monkeypatch.setattr(Resident, "measure", lambda resident: None)
     goes, comes = _living("goes", "paused"), _living("comes", "seating", level="host")
     goes.slab_bytes = comes.slab_bytes = comes.away_bytes = 20 * MB
-    house: Any = SimpleNamespace(
-        kind="cpu", memory_bytes=104 * MB, host_memory_bytes=MB**2, residents_max=9
-    )
+    house = _house(memory_bytes=104 * MB, host_memory_bytes=MB**2)
     residency = Residency(house, {1: goes, 2: comes}, lambda resident: None, lambda: 0)
 
     def says(resident: Resident, away: int, **more: bool) -> None:
@@ -342,9 +348,7 @@ def test_task_that_took_all_memory_it_may_use_is_ready(monkeypatch):
     monkeypatch.setattr(Resident, "measure", lambda resident: None)
     comes = _living("comes", "seating", level="coming", granted_bytes=35 * MB, turn=1)
     comes.slab_bytes = comes.away_bytes = 35 * MB
-    house: Any = SimpleNamespace(
-        kind="cpu", memory_bytes=64 * MB, host_memory_bytes=MB**2, residents_max=9
-    )
+    house = _house(memory_bytes=64 * MB, host_memory_bytes=MB**2)
     residency = Residency(house, {1: comes}, lambda resident: None, lambda: 0)
     said = {"bytes": 0, "turn": 1, "memory_bytes": 60 * MB, "settled": True}
     residency.heard(comes, said)
@@ -356,9 +360,7 @@ def test_task_that_took_all_memory_it_may_use_is_ready(monkeypatch):
 def test_paused_task_leaves_if_host_memory_has_room_for_what_it_lacks(free_mb, leaves):
     """15 of its 20 MB lie in host memory already."""
     goes = _living("goes", "running", slab_bytes=15 * MB)
-    house: Any = SimpleNamespace(
-        kind="cpu", memory_bytes=64 * MB, host_memory_bytes=(15 + free_mb) * MB, residents_max=9
-    )
+    house = _house(memory_bytes=64 * MB, host_memory_bytes=(15 + free_mb) * MB)
     residency = Residency(house, {1: goes}, lambda resident: None, lambda: 0)
     residency.lacks = "bytes"
     assert residency.with_pause(goes, 0).get("leave", False) is leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from app.core.device.device_events import HostsJoined, HostsMissed
@@ -32,6 +33,8 @@ class GangHosts:
         self.stays = stays
         self.links = links
         self.side = side
+        # function that moves a process to other devices of this host
+        self.on_other_devices: Callable[[Resident], None] = lambda resident: None
 
     def expect(self, stay: Stay, slots: list[int], how: JSON) -> None:
         """Wait for all hosts of the task's gang to connect; then the task starts or is resized."""
@@ -51,9 +54,16 @@ class GangHosts:
         store_io.close_all(stay.hand_over())
 
     def send_resize(self, resident: Resident) -> None:
-        """Give the process the connections to the hosts that its gang now has."""
-        wanted, fds = resident.stay.record.wanted, resident.stay.hand_over()
+        """Give the process the connections to the hosts that its gang now has.
+
+        If its devices on this host change, its next process gets them.
+        """
+        wanted = resident.stay.record.wanted
         assert wanted is not None
+        if wanted.guests != resident.stay.record.guests:
+            self.on_other_devices(resident)
+            return
+        fds = resident.stay.hand_over()
         resident.send("resize", fds, seats=wanted.seats)
         store_io.close_all(fds)
 

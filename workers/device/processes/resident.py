@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from workers.device.processes.job_shells import JobShells
 from workers.device.stay import Stay
 from workers.process import slab
 from workers.process.isolation.sandbox import Room
-from workers.process.wire import Parts, TenantWire
+from workers.process.wire import Parts, TenantWire, tenant_pair
+from workers.transfer import peer_auth
 from workers.transfer.checkpoint import HeldChunks, Known
 from workers.transfer.installs.environments import HeldEnvironment
 
@@ -42,6 +43,7 @@ OWED_US = 30_000_000
 UNREAD_US = 10_000_000
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
+BULK_TIMEOUT_S = 60.0
 ALL_PROCESSES = 2048  # more than a resident can have (`sandbox.Room.processes`, control groups)
 STORED_LIMIT = 16 * 1024  # most processes and threads of a command that are stored or restored
 
@@ -77,6 +79,58 @@ class Leaving:
     size_bytes: int
     head_bytes: int
     early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedOrder:
+    """Holds an order for the next process, with copies of its descriptors if they are kept."""
+
+    word: str
+    said: JSON
+    fds: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnds:
+    """Holds both ends of what connects a process with its supervisor."""
+
+    wire: TenantWire
+    bulk: socket.socket
+    pipes: dict[int, str]  # descriptor to read from -> "stdout" or "stderr"
+    control: socket.socket  # the end of the process
+    bulk_end: socket.socket  # the end of the process
+    writes: dict[str, int]  # the ends of the process, by stream
+
+    @classmethod
+    def made(cls) -> ProcessEnds:
+        wire, control = tenant_pair()
+        bulk, bulk_end = socket.socketpair()
+        peer_auth.wait_for(bulk, BULK_TIMEOUT_S)
+        pipes = {name: os.pipe() for name in ("stdout", "stderr")}
+        for read, _ in pipes.values():
+            os.set_blocking(read, False)
+        return cls(
+            wire=wire,
+            bulk=bulk,
+            pipes={read: name for name, (read, _) in pipes.items()},
+            control=control,
+            bulk_end=bulk_end,
+            writes={name: write for name, (_, write) in pipes.items()},
+        )
+
+    def given(self, trust: int, slab: int) -> list[int]:
+        """Return the descriptors of a new process, in the order of `wire.FDS_PER_RESIDENT`."""
+        return [
+            *(self.control.fileno(), self.bulk_end.fileno(), trust),
+            *(*self.writes.values(), slab),
+        ]
+
+    def close_given(self) -> None:
+        """Close the ends of the process, which has them now."""
+        for end in (self.control, self.bulk_end):
+            end.close()
+        for write in self.writes.values():
+            os.close(write)
 
 
 @dataclass
@@ -153,6 +207,10 @@ class Resident:
     outputs: JSON = field(default_factory=dict)
     dropped: JSON = field(default_factory=dict)  # files that its command left and that are not kept
     verdict: JSON | None = None
+    # Orders since it was told to go on in another sandbox; its next process must get them, too.
+    # None if it was not told so.
+    repeated: list[RepeatedOrder] | None = None
+    is_beginning: bool = False  # True until that next process can take orders
     shells: JobShells = field(default_factory=JobShells)  # processes beside a job
     parts: Parts = field(default_factory=Parts)  # received parts of a long message
     is_parsed: bool = False  # another thread parses a long message; later messages wait
@@ -231,6 +289,37 @@ class Resident:
         self.said_bytes = TokenBucket(BYTES_BURST, BYTES_PER_S)
         self.calm = TokenBucket(MUTED_BURST_S, MUTED_PER_S)
         self._signal(signal.SIGCONT)
+
+    def go_on(self, ends: ProcessEnds, room: Room, start: JSON, fds: list[int]) -> None:
+        """Take another process in the place of one that has ended; the caller closes the old wire.
+
+        `start` and `fds` are its first order; later ones wait until it `can_take_orders`.
+        """
+        self.shells.close()
+        for fd in self.pipes:
+            os.close(fd)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+        self.bulk.close()
+        self.wire, self.bulk, self.pipes, self.room = ends.wire, ends.bulk, ends.pipes, room
+        self.pid, self.pidfd, self.exit_status, self.shells = 0, None, None, JobShells()
+        self.said.clear()
+        self.parts, self.is_muted, self.has_entered = Parts(), False, False
+        orders, self.repeated = self.repeated or [], None
+        self.send("begin", fds, start=start, files=len(fds))
+        # late inputs are brought again
+        self.repeated = [order for order in orders if order.word != "block"]
+        self.is_beginning = True
+
+    def can_take_orders(self) -> None:
+        """Send the orders that waited for the next process."""
+        if not self.is_beginning:
+            return
+        self.shells.seat(is_seated=True)
+        orders, self.repeated, self.is_beginning = self.repeated or [], None, False
+        for order in orders:
+            self.send(order.word, order.fds, **order.said)
+            close_all(order.fds)
 
     def may_rest(self) -> bool:
         """True if another function may run in the process: the last one left nothing in it, as far
@@ -411,6 +500,12 @@ class Resident:
             return
         if word == "go":
             self.shells.seat(is_seated=True)
+            self.repeated = None
+        if self.repeated is not None:
+            kept = [os.dup(fd) for fd in fds or ()] if self.is_beginning else []
+            self.repeated.append(RepeatedOrder(word, said, kept))
+        if self.is_beginning:
+            return
         try:
             self.wire.send({"is": word, **said}, fds)
         except OSError:
@@ -449,8 +544,9 @@ class Resident:
     def close(self) -> None:
         """Close everything except the wire, `bulk` and `slab`, which may take long to close."""
         self.shells.close()
-        for fd in (*self.pipes, *self.folders):
-            os.close(fd)
+        kept = (fd for order in self.repeated or () for fd in order.fds)
+        close_all([*self.pipes, *self.folders, *kept])
+        self.repeated = None
         self.pipes, self.folders = {}, []
         if self.adoption is not None:
             self.adoption.close()
@@ -460,6 +556,11 @@ class Resident:
         if self.environment is not None:
             self.environment.close()
             self.environment = None
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def kernel_memory(pid: int) -> tuple[int, int] | None:

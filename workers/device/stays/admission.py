@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from app.core.device.device_events import SlotDue
 from workers.device.heartbeat import now_us
@@ -44,6 +45,7 @@ class Admission:
         """
         if stay.state == "seating":
             self.fetched.append((stay, fetched))
+            self.claim()  # its other devices must make room, too
         else:
             fetched.close()
 
@@ -87,7 +89,26 @@ class Admission:
     def _find_room(self, stay: Stay, now: int) -> bool:
         """True if disk and memory have room for the task; otherwise begin to make room."""
         needed_bytes = stay.spec.devices.memory_bytes
-        return self._find_disk(stay, now) and self.residency.has_room(needed_bytes, now)
+        if not (self._find_disk(stay, now) and self.residency.has_room(needed_bytes, now)):
+            return False
+        is_late = now >= stay.arrived_us + ROOM_WITHIN_US
+        return is_late or self.residency.house.allocations.have_room(stay.launch.guests)
+
+    def claim(self) -> None:
+        """Claim the memory that tasks of this device hold on its host's other devices.
+
+        A task holds as much on each of them as here.
+        """
+        house, claims = self.residency.house, Counter[str]()
+        for stay, _ in self.fetched:
+            claims.update(dict.fromkeys(stay.launch.guests, stay.spec.devices.memory_bytes))
+        for resident in self.stays.residents.values():
+            record = resident.stay.record
+            wanted = [] if record.wanted is None else record.wanted.guests
+            held_bytes = resident.on_device_bytes
+            claims.update(dict.fromkeys({*record.guests, *wanted}, held_bytes))
+        house.allocations.claim(house.device, claims)
+        house.allocations.note_room(house.device, has_room=self.residency.free_bytes >= 0)
 
     def _find_disk(self, stay: Stay, now: int) -> bool:
         """True if the disk has room for the task's scratch folder.
@@ -165,4 +186,5 @@ class Admission:
         for stay in self.stays.by_key.values():
             is_next = stay.state == "seating" and stay.record.behind_until_us is None
             stay.waits_for = self.residency.lacks if is_next else ""
+        self.claim()
         self.stays.give(SlotDue(is_short=is_short, waiting=waiting, away=away))

@@ -9,6 +9,7 @@ from workers.device.host.egress import EgressDesk
 from workers.device.processes.resident import Resident
 from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.listening import ResidentListener
+from workers.device.stays.sandbox_change import SandboxChange
 from workers.device.stays.spawning import Spawner
 from workers.device.stays.storing import ResultStore
 from workers.device.supervision.side_work import SideWork
@@ -28,6 +29,7 @@ class ResidentExits:
         storing: ResultStore,
         side: SideWork,
         egress: EgressDesk,
+        change: SandboxChange,
     ) -> None:
         self.stays = stays
         self.listener = listener
@@ -35,6 +37,7 @@ class ResidentExits:
         self.storing = storing
         self.side = side
         self.egress = egress
+        self.change = change
 
     def exited(self, resident: Resident, status: int) -> None:
         self.listener.hear_the_rest(resident)
@@ -42,6 +45,8 @@ class ResidentExits:
         if resident.is_parsed:  # another thread parses its final message
             return
         if not self.egress.is_settled(resident):  # the proxy still counts the task's last bytes
+            return
+        if self.change.goes_on(resident):
             return
         if resident.is_in_image and resident.stay.state in LEFT:
             # the stay that continues from the image completes these lines

@@ -124,6 +124,7 @@ class ResidentMessages:
         slots = untrusted.numbers(message, "seats")
         step = untrusted.number(message, "step")
         self.stays.give(ProcessResized(process=resident.id, step=step, slots=slots))
+        resident.can_take_orders()
 
     def ending(self, resident: Resident, message: JSON) -> None:
         resident.dropped = resident.stay.redactor.json(untrusted.dropped(message))

@@ -23,7 +23,6 @@ from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.reports import DeviceReports
 from workers.process import volumes
 from workers.process.isolation import cgroups, uids
-from workers.process.isolation.device_access import tell_host
 from workers.process.isolation.sandbox import PASSAGE, Room
 from workers.process.isolation.uids import NoUids, UidRange
 from workers.transfer.host_context import CannotServe, House
@@ -88,7 +87,6 @@ class Spawner:
         if os.geteuid() == 0:
             self.reserve_uids()
         self.unlimited |= self.groups.missing
-        tell_host(self.house.devices_folder, device, self.house.kind, self.house.access)
         self.make_template()
         self.start_zygote()
 

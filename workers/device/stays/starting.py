@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
-import socket
 from dataclasses import replace
 
 from app.core.device.device_events import ProcessBegan, ProcessRenewed
@@ -19,7 +17,7 @@ from workers.criu import pids as criu_pids
 from workers.device import store_io
 from workers.device.host.egress import EgressDesk
 from workers.device.host.mounts import CannotMount, DeviceMounts
-from workers.device.processes.resident import Adoption, Resident
+from workers.device.processes.resident import Adoption, ProcessEnds, Resident
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages
 from workers.device.stays.device_stays import DeviceStays
@@ -30,11 +28,8 @@ from workers.device.supervision.late_inputs import LateInputs
 from workers.process.isolation.cgroups import OWN_PROCESSES
 from workers.process.isolation.sandbox import Room
 from workers.process.task_start import InputFile, SlabImage, TaskStart
-from workers.process.wire import Trust, tenant_pair
-from workers.transfer import peer_auth
+from workers.process.wire import Trust
 from workers.transfer.host_context import House
-
-BULK_TIMEOUT_S = 60.0
 
 
 class CannotLimit(Exception):
@@ -51,7 +46,6 @@ class TaskStarter:
         trust: Trust,
         spawner: Spawner,
         listener: ResidentListener,
-        selector: selectors.BaseSelector,
         late: LateInputs,
         mounts: DeviceMounts,
         egress: EgressDesk,
@@ -61,7 +55,6 @@ class TaskStarter:
         self.trust = trust
         self.spawner = spawner
         self.listener = listener
-        self.selector = selector
         self.late = late
         self.mounts = mounts
         self.egress = egress
@@ -69,7 +62,7 @@ class TaskStarter:
 
     def spawn(self, stay: Stay, fetched: Fetched) -> None:
         assert self.spawner.zygote is not None
-        if told := self._lacks(stay, fetched):
+        if told := self._lacks(stay):
             self.stays.fail(stay, "device", told, "unfetched")
             fetched.close()
             return
@@ -89,14 +82,7 @@ class TaskStarter:
             self.stays.fail(stay, "device", str(error), "unfetched")
             fetched.close()
             return
-        wire, control = tenant_pair()
-        bulk, bulk_end = socket.socketpair()
-        peer_auth.wait_for(bulk, BULK_TIMEOUT_S)
-        pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
-        writes = [write for _, write in pipes.values()]
-        sockets = [control.fileno(), bulk_end.fileno()]
-        given = [*sockets, self.trust.fd, *writes, fetched.slab]
-        outlet = [self.egress.expect(self.spawner.last_id)] if stay.spec.network.allow else []
+        ends = ProcessEnds.made()
         sort = "command" if stay.spec.run.kind == "command" else "job"
         room = replace(room, nodes=shown.nodes, folders=shown.folders, mounts=mounts)
         if (root := fetched.root) is not None:
@@ -104,17 +90,15 @@ class TaskStarter:
         if (environment := fetched.environment) is not None:
             folders = (*shown.folders, environment.base)
             room = replace(room, environment=environment.folder, folders=folders)
-        adoption = self._adoption(stay, fetched, dict(zip(pipes, writes, strict=True)))
+        adoption = self._adoption(stay, fetched, ends.writes)
         last_pid = criu_pids.RESERVED if self._stores_processes(stay) and adoption is None else 0
-        self.spawner.zygote.spawn(
-            self.spawner.last_id, room, walls, [*given, *outlet], sort, last_pid
-        )
+        self._fork(self.spawner.last_id, room, ends, stay, fetched.slab, sort, last_pid)
         resident = Resident(
             record=self._begin(stay, sort, fetched),
-            wire=wire,
-            bulk=bulk,
+            wire=ends.wire,
+            bulk=ends.bulk,
             slab=fetched.slab,
-            pipes={read: name for name, (read, _) in pipes.items()},
+            pipes=ends.pipes,
             room=room,
             stay=stay,
             saved=fetched.image,
@@ -125,16 +109,58 @@ class TaskStarter:
             bound_because=self._why_bound(stay),
         )
         resident.measure()
-        store_io.close_all([control.detach(), bulk_end.detach(), *writes, *outlet])
         self.stays.residents[resident.id] = resident
         stay.resident = resident
         # Commands and remote ranks manage their own memory.
         resident.may_leave = not (resident.is_command or stay.is_outpost)
         self._begin_task(resident, fetched)
-        self.selector.register(wire, selectors.EVENT_READ, lambda: self.listener.hear(resident))
-        for fd in resident.pipes:
-            os.set_blocking(fd, False)
+        self._listen_to(resident)
+
+    def _fork(
+        self,
+        id: int,
+        room: Room,
+        ends: ProcessEnds,
+        stay: Stay,
+        slab: int,
+        sort: str,
+        last_pid: int = 0,
+    ) -> None:
+        """Have the zygote fork the resident with this number."""
+        assert self.spawner.zygote is not None
+        outlet = [self.egress.expect(id)] if stay.spec.network.allow else []
+        given = [*ends.given(self.trust.fd, slab), *outlet]
+        self.spawner.zygote.spawn(id, room, self.spawner.walls, given, sort, last_pid)
+        ends.close_given()
+        store_io.close_all(outlet)
+
+    def _listen_to(self, resident: Resident) -> None:
+        for fd in (resident.wire.fileno(), *resident.pipes):
             self.listener.listen_to(resident, fd)
+
+    def go_on(self, resident: Resident, fetched: Fetched, image: SlabImage) -> None:
+        """Start the next process of a gang that has left its devices; it has the folder, the
+        limits, the environment and the slab of the last one.
+
+        What is left of the last one is ended first. Raises CannotLimit.
+        """
+        stay, shown, environment = resident.stay, fetched.access, resident.environment
+        self.spawner.groups.remove(str(resident.id))
+        groups = self._grouped(stay, str(resident.id), fetched)
+        store_io.close_all([fetched.slab, *fetched.locks])
+        if fetched.environment is not None:
+            fetched.environment.close()
+        base = () if environment is None else (environment.base,)
+        folders = (*shown.folders, *base)
+        room = replace(resident.room, groups=groups, nodes=shown.nodes, folders=folders)
+        ends = ProcessEnds.made()
+        self._fork(resident.id, room, ends, stay, resident.slab, "job")
+        start = replace(self._start(stay, room, fetched), image=image, goes_on=True)
+        fds = [*fetched.fds, *stay.hand_over()]
+        resident.go_on(ends, room, codec.to_json(start), fds)
+        store_io.close_all(fds)
+        self.late.bring(stay)
+        self._listen_to(resident)
 
     def renew(self, stay: Stay, fetched: Fetched, resident: Resident) -> None:
         """Start a function in a resting process, which keeps its packages and its limits."""
@@ -151,7 +177,6 @@ class TaskStarter:
         stay.resumed = "fresh"
         if fetched.image:
             stay.resumed = "folder" if resident.is_command else "image"
-        fds = [*fetched.fds, *stay.hand_over()]
         stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
         stay.ways = fetched.ways
         stay.keep_out(fetched.redactor)
@@ -162,8 +187,8 @@ class TaskStarter:
             dump_damaged=resident.dump_damaged,
             rests=bool(stay.shared_key),
         )
-        start = codec.to_json(started)
-        resident.send("begin", fds, start=start, files=len(fds))
+        fds = [*fetched.fds, *stay.hand_over()]
+        resident.send("begin", fds, start=codec.to_json(started), files=len(fds))
         self.late.bring(stay)
         store_io.close_all(fds)
 
@@ -190,12 +215,10 @@ class TaskStarter:
         pipes = {name: os.dup(write) for name, write in writes.items()}
         return Adoption(manifest=manifest, pipes=pipes, held=fetched.beside)
 
-    def _lacks(self, stay: Stay, fetched: Fetched) -> str:
+    def _lacks(self, stay: Stay) -> str:
         """Return a sentence that says what the task needs and this device does not have; "" if
         nothing.
         """
-        if "devices" in self.spawner.groups.standing and (not_ours := self._guest_nodes(fetched)):
-            return f"It needs {', '.join(not_ours)}, which the control groups of this host forbid."
         if stay.spec.network.allow and not self.spawner.has_egress:
             return "It needs the network, which this device gives to no task."
         return ""
@@ -209,16 +232,24 @@ class TaskStarter:
         if lacking := [*resources.lacking(tuple(asked.items()), self.spawner.gives)]:
             raise CannotLimit(f"This device cannot keep its limits: {', '.join(lacking)}.")
         room = self.spawner.room(name, fetched.code)
-        spare_bytes = self._spare_bytes(stay) if self.house.kind == "cpu" else 0
+        groups = self._grouped(stay, name, fetched)
         try:
             template = self.spawner.template_for(asked.get(resources.DISK, 0))
-            groups = tuple(self.spawner.groups.make(name, asked, spare_bytes))
         except OSError as error:
             raise CannotLimit(f"This device could not set its limits: {error}.") from error
         most = asked.get(resources.PROCESSES)
         if most and "processes" not in self.spawner.groups.standing:
             room = replace(room, processes=most + OWN_PROCESSES)
         return replace(room, groups=groups, template=template)
+
+    def _grouped(self, stay: Stay, name: str, fetched: Fetched) -> tuple[str, ...]:
+        """Make the task's control groups; raises CannotLimit."""
+        asked, nodes = dict(stay.spec.resources.asked()), fetched.access.nodes
+        spare_bytes = self._spare_bytes(stay) if self.house.kind == "cpu" else 0
+        try:
+            return tuple(self.spawner.groups.make(name, asked, spare_bytes, nodes))
+        except OSError as error:
+            raise CannotLimit(f"This device could not set its limits: {error}.") from error
 
     def _spare_bytes(self, stay: Stay) -> int:
         """Return the memory of the device that the task may not have."""
@@ -231,11 +262,6 @@ class TaskStarter:
         all_bytes = self.house.memory_bytes
         used = 1 - self._spare_bytes(stay) / all_bytes if all_bytes else 1.0
         return self.house.device_fraction * used
-
-    def _guest_nodes(self, fetched: Fetched) -> list[str]:
-        """Return the device nodes that the task needs besides those of this device."""
-        nodes = (node for node in fetched.access.nodes if node not in self.house.access.nodes)
-        return [str(node) for node in nodes if node.is_char_device()]
 
     def _begin(self, stay: Stay, sort: str, fetched: Fetched) -> ProcessRecord:
         """Tell the machine of the new process; return what the machine knows of it."""

@@ -88,7 +88,7 @@ class AnswerDesk:
             stay.log.acknowledged(answer.logged.get(name, 0))
             if stay.is_over():
                 self.stays.give(StayForgotten(stay=stay.key))
-        self.residency.expected, self.residency.guest_bytes = answer.next, answer.guest_bytes
+        self.residency.expected = answer.next
         for given in answer.given:
             self.late.given(given)
         self._may_stay(is_wanted=answer.wanted)

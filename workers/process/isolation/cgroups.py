@@ -62,7 +62,7 @@ class Bounds:
     resident_memory_bytes: int
     residents_max: int
     threads: int
-    nodes: tuple[Path, ...] = ()  # the device nodes that a resident may open
+    nodes: tuple[Path, ...] = ()  # the device nodes that each resident may open
     image_bytes: int = 0  # the part of `resident_memory_bytes` for the image of a resident
 
     @classmethod
@@ -225,6 +225,8 @@ class ControlGroups:
         standing = []
         for name in hierarchy.limits:
             try:
+                if name == "devices":  # the residents have rules, each for its own devices
+                    _try_rules(parent / "probe")
                 _write_all(parent, _of_device(hierarchy.version, name, self.bounds))
             except OSError as error:
                 self.missing[name] = _reason(hierarchy, error)
@@ -244,17 +246,23 @@ class ControlGroups:
         )
 
     def make(
-        self, resident: str, asked: Mapping[str, int] = _NOTHING, spare_bytes: int = 0
+        self,
+        resident: str,
+        asked: Mapping[str, int] = _NOTHING,
+        spare_bytes: int = 0,
+        nodes: Iterable[Path] = (),
     ) -> list[str]:
         """Make the groups of one resident, which joins them itself (`join`); return their paths.
 
-        `asked` are the limits of its task.  A task with a fraction of the device may have
-        `spare_bytes` less memory than others.  Raises OSError if a limit cannot be set.
+        `asked` are the limits of its task, and `nodes` the nodes of its devices.  A task with a
+        fraction of the device may have `spare_bytes` less memory than others.  Raises OSError if a
+        limit cannot be set.
         """
         made = []
         self.asked[resident] = asked
         most_bytes = self.bounds.resident_memory_bytes - spare_bytes
-        bounds = replace(self.bounds, resident_memory_bytes=most_bytes)
+        shown = (*self.bounds.nodes, *nodes)
+        bounds = replace(self.bounds, resident_memory_bytes=most_bytes, nodes=shown)
         if spare_bytes:
             self.smaller[resident] = most_bytes
         for hierarchy, parent in self.parents:
@@ -407,7 +415,7 @@ def _of_device(version: int, limit: str, bounds: Bounds) -> list[Line]:
         case "io":
             return [(_weight_file(version), "100", False)]
         case _:
-            return _of_devices(bounds.nodes)
+            return []
 
 
 def _of_resident(
@@ -430,7 +438,7 @@ def _of_resident(
     if limit == "processes":
         most = asked.get(PROCESSES, PROCESSES_MAX) + (OWN_PROCESSES if PROCESSES in asked else 0)
         return [("pids.max", str(min(most, PROCESSES_MAX)), False)]
-    return []
+    return _of_devices(bounds.nodes) if limit == "devices" else []
 
 
 def _quota_file(version: int) -> str:
@@ -537,6 +545,12 @@ def _write(path: Path, text: str) -> None:
         os.write(fd, text.encode())
     finally:
         os.close(fd)
+
+
+def _try_rules(group: Path) -> None:
+    """Set rules for device nodes in a new group; raises OSError."""
+    group.mkdir(exist_ok=True)
+    _write_all(group, _of_devices(()))
 
 
 def _try_to_join(group: Path) -> None:

@@ -9,17 +9,15 @@ CUDA has a finder of its own here.  Every other kind is found by the name of its
 `<KIND>_VISIBLE_DEVICES`, and has the nodes that the setting `device_nodes` names.  This module
 imports no torch: `workers.hardware.device_probe` tries the device out.
 
-A command may hold several devices of a host.  Each worker tells the others of its host in a file
-how its device is used (`tell_host`), and the worker of the command reads it (`with_guests`).  So
-the island only names devices, and cannot have a path of the host shown to a task.
+A task may hold several devices of a host (`workers.process.host_allocations`).  The island only
+names them, and cannot have a path of the host shown to a task.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,57 +139,6 @@ def all_cuda(
 
 def _find_by_variable(kind: str, asked: str) -> DeviceAccess:
     return DeviceAccess(id=asked, variables={f"{kind.upper()}_VISIBLE_DEVICES": asked})
-
-
-# --- devices of one command -----------------------------------------------------------------------
-
-
-def tell_host(folder: Path, device: str, kind: str, access: DeviceAccess) -> None:
-    """Write a file that tells the other workers of this host how processes use this worker's
-    device.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    told = {
-        "kind": kind,
-        "id": access.id,
-        "nodes": [str(node) for node in access.nodes],
-        "folders": [str(shown) for shown in access.folders],
-    }
-    draft = folder / f"{device}.draft"
-    draft.write_text(json.dumps(told))
-    draft.replace(folder / f"{device}.json")
-
-
-def with_guests(own: DeviceAccess, kind: str, guests: Iterable[str], folder: Path) -> DeviceAccess:
-    """Return the access to this worker's device and to the devices `guests`, in this order.
-
-    A process sees them as devices 0, 1, ... Raises NoSuchDevice.
-    """
-    all_of_them = [own, *(_read_access(folder, guest, kind) for guest in guests)]
-    visible = {f"{kind.upper()}_VISIBLE_DEVICES": ",".join(each.id for each in all_of_them)}
-    return replace(
-        own,
-        variables={**own.variables, **visible},
-        nodes=tuple(dict.fromkeys(node for each in all_of_them for node in each.nodes)),
-        folders=tuple(dict.fromkeys(shown for each in all_of_them for shown in each.folders)),
-    )
-
-
-def _read_access(folder: Path, device: str, kind: str) -> DeviceAccess:
-    try:
-        told = json.loads((folder / f"{device}.json").read_text())
-    except FileNotFoundError as error:
-        raise NoSuchDevice(
-            f"the worker of {device} has another ROUNDHOUSE_HOME than the worker of this task, so "
-            "one command cannot hold both devices"
-        ) from error
-    if told["kind"] != kind:
-        raise NoSuchDevice(f"{device} is of kind {told['kind']}, not {kind}")
-    return DeviceAccess(
-        id=told["id"],
-        nodes=tuple(map(Path, told["nodes"])),
-        folders=tuple(map(Path, told["folders"])),
-    )
 
 
 # --- CUDA -----------------------------------------------------------------------------------------

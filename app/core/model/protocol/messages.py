@@ -98,8 +98,8 @@ class Launch(Order):
     # {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
     # (`workers.transfer.peer_auth`)
     links: JSON = field(default_factory=dict)
-    # Other devices of this host that the processes of a command use, in the order in which they see
-    # them, after this device. Empty for ranks that take turns.
+    # Other devices of this host that the task's processes use, in the order in which they see them,
+    # after this device. Empty on a CPU, whose devices need no names.
     guests: list[str] = field(default_factory=list)
     # By target: paths of the folders that the task may see on its host, as they are registered now.
     # A target of `spec.mounts` that is missing here cannot be shown any more.
@@ -150,14 +150,15 @@ class Save(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Order):
-    """Let the ranks take turns on `seats` slots from the next safe point on; `seats` is as in a
-    Launch.
+    """Let the ranks take turns on `seats` slots from the next safe point on; `seats` and `guests`
+    are as in a Launch.
 
     The slots are the present one and further slots that are reserved for the ranks.
     """
 
     seats: list[int]
     links: JSON = field(default_factory=dict)
+    guests: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,8 +533,6 @@ class Answer:
     # how much longer a step that has begun may go on; until then the island leaves its task alone
     grace_us: int = 0
     check: int = 0  # number of the last health check that the device is to make
-    # memory on this device that commands with another home device asked for; paused tasks make room
-    guest_bytes: int = 0
     mounts: JSON | None = None  # paths of all mounts by name; None: unchanged
     images: JSON | None = None  # paths of all container images by name; None: unchanged
     # Locks of all packages that the host is to have ready, the next one first. A device with the

@@ -319,7 +319,6 @@ FIELDS: dict[str, Check] = {
     "grace_us": _is_count,
     "health": _HEALTH,
     "check": _is_count,
-    "guest_bytes": _is_count,
     "report": _is_count,
     "answer": _is_count,
     "progress": _are_progresses,

@@ -179,7 +179,6 @@ def _record(
             expect=launch_order.ahead(session, device, list(_coming(house))),
             given=_given(session, house, alive),
             check=int(device.fitness.get("check", 0)),
-            guest_bytes=_guest_bytes(house),
             mounts=_unknown(alive.facts.get("mounts"), believed.mounts.get(FOLDER, {})),
             images=_unknown(alive.facts.get("images"), believed.mounts.get(IMAGE, {})),
             environments=ahead[device.island].asked_of(device),
@@ -190,20 +189,8 @@ def _record(
 
 
 def _may_begin(session: Session, house: DeviceRows, view: ResidentView) -> bool:
-    """True unless the resident belongs to a command whose other accelerators are not free yet."""
-    task = house.tasks[view.task]
-    is_apart = guest_placements.are_ranks_apart(house.device) and task.seat == house.device.id
-    return not (is_apart and guest_placements.awaits(session, task))
-
-
-def _guest_bytes(house: DeviceRows) -> int:
-    """Return the device memory that commands with another home device asked for here."""
-    if not guest_placements.are_ranks_apart(house.device):
-        # on a CPU the memory is the host's, at the command's home; an older version refuses the
-        # number
-        return 0
-    held = [house.tasks[id] for id, _ in house.lent_to if id in house.tasks]  # no gang of tickets
-    return sum(task.memory_bytes for task in held if task.spec.run.kind == "command")
+    """True unless the resident belongs to a task whose other accelerators are not free yet."""
+    return not guest_placements.awaits(session, house.tasks[view.task], house.device)
 
 
 def _unknown(known: str | None, present: Mapping[str, str]) -> messages.JSON | None:

@@ -38,7 +38,7 @@ def report_to_remember(
     ends = alive.facts.get("leaving") or alive.facts.get("stopping")
     if says or ends or device.fitness or house.lent_to:
         return None
-    asks = (answer.drop, answer.expect, answer.given, answer.environments, answer.guest_bytes)
+    asks = (answer.drop, answer.expect, answer.given, answer.environments)
     if any(asks) or answer.mounts is not None or answer.images is not None or answer.check:
         return None
     if any(order.answered_at is None for order in house.unanswered):

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from app.core.model.protocol.messages import Alive, ResidentView
 from app.db import transactions
 from app.db.models import Placement, Task
-from app.scheduling import gang_tickets, guest_placements
+from app.scheduling import gang_tickets
 from app.scheduling.journal import losses, rungs, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.journal.reports import outputs
@@ -89,8 +89,7 @@ def _gathers(session: Session, task: Task, house: DeviceRows) -> bool:
     """True if the home device has its slot but still collects, before its first step, image parts
     of remote ranks.
     """
-    is_local = not (task.across_hosts or guest_placements.are_ranks_apart(house.device))
-    if task.saved or is_local:
+    if task.saved or not task.across_hosts:
         return False
     epoch = (Placement.task_id == task.id, Placement.epoch == task.epoch)
     home = session.scalar(select(Placement).where(*epoch, ~Placement.guest))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from app.core.explanation.waiting_reasons import Reason, breadth
-from app.core.model.device_choice import DeviceTraits
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import (
     BoardDevice,
@@ -395,16 +394,13 @@ def test_ranks_die_with_a_lost_device_of_another_host_but_leave_a_drained_one() 
     assert told(with_d1(cordoned=True)) == ["a: d0"]
 
 
-def test_ranks_die_with_a_lost_accelerator_of_their_own_host() -> None:
-    """Its ranks are remote ranks: the worker of the home device does not see it."""
+def test_ranks_leave_a_lost_device_of_their_own_host() -> None:
+    """They are processes of the home device, which lives."""
     drawn = at_home(grown("a", "d0 d1"), devices=2)
     lost = replace(drawn.devices["d1"], lease_until_s=NOW_S - 1)
     assert told(decide(replace(drawn, devices={**drawn.devices, "d1": lost}), now_s=NOW_S)) == [
         "a: d0"
     ]
-    apart = replace(lost, traits=DeviceTraits(ranks_apart=True))
-    plan = decide(replace(drawn, devices={**drawn.devices, "d1": apart}), now_s=NOW_S)
-    assert [d.move for d in plan.decisions][:1] == [Move.Lost]
 
 
 def test_device_lost_during_a_resize_is_noticed_after_it() -> None:

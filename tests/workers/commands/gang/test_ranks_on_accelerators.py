@@ -1,14 +1,12 @@
 """Commands that hold several accelerators: what torchrun would start, a rank on each device.
 
-The host has eight simulated accelerators, and the task's own device worker is real.  The files of
-the other workers are written as those write them at their start.
+The host has eight simulated accelerators, and the supervisor of the task's own device is real.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -16,56 +14,17 @@ import pytest
 
 from app.core.model.protocol.messages import Failed, Finished, Paused, Started
 from tests.processes import status_of
+from tests.workers.accelerators import host
 from tests.workers.commands.test_runner import ended, its_processes, shell
 from tests.workers.conftest import PATIENCE_S, DeviceRig
-from workers.process.isolation.device_access import DeviceAccess, find_access, tell_host
+
+assert host
 
 pytestmark = pytest.mark.sim
 
-DEVICES, RANKS, STEPS = 8, 4, 100
-MB = 2**20
+RANKS, STEPS = 4, 100
 TRAIN = ["python", "ddp.py", "--kind", "sim", "--steps", str(STEPS), "--pace"]
 QUICK, SLOW = [*TRAIN, "0.02"], [*TRAIN, "0.2"]  # the slow one does not end before it is paused
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], DeviceRig]]:
-    """Gives the worker of a device of the host, by its number; all are closed at the end."""
-    folder = tmp_path_factory.mktemp("host")
-    (folder / "sim").mkdir()
-    for path in (folder, folder / "sim"):
-        path.chmod(0o755)
-    opened: dict[int, DeviceRig] = {}
-
-    def worker(number: int) -> DeviceRig:
-        if number not in opened:
-            access = _access(folder / "sim", number)
-            opened[number] = rig = DeviceRig(
-                folder, device=f"h.{number}", kind="sim", access=access, memory_bytes=64 * MB
-            )
-            rig.open()
-            for other in range(DEVICES):
-                named = _access(folder / "sim", other)
-                tell_host(rig.house.devices_folder, f"h.{other}", "sim", named)
-        return opened[number]
-
-    yield worker
-    for rig in opened.values():
-        rig.close()
-
-
-def _access(home: Path, number: int) -> DeviceAccess:
-    nodes = (home / "budget", home / f"node{number}")
-    for node in nodes:
-        node.touch()
-        node.chmod(0o666)
-    environ = {
-        "SIM_DEVICES": str(DEVICES),
-        "SIM_HOME": str(home),
-        "SIM_MEMORY_BYTES": str(64 * MB),
-        "SIM_MODE": "lazy",
-    }
-    return find_access("sim", str(number), environ=environ, nodes=nodes)
 
 
 def launch(rig: DeviceRig, task: str, words: list[str], epoch: int = 1, **more: Any) -> None:
@@ -176,7 +135,8 @@ def test_rank_that_dies_ends_the_others_and_each_is_told(host):
     rig.until(lambda: not rig.supervisor.stays.residents)
 
 
-def test_command_whose_devices_have_workers_of_another_home_is_told_so(host):
+def test_command_whose_devices_are_not_served_is_told_so(host):
     rig = host(0)
     launch(rig, "homeless", shell("true"), guests=["h.99"])
-    assert "the worker of h.99 has another ROUNDHOUSE_HOME" in rig.event(Failed, "homeless").message
+    told = rig.event(Failed, "homeless").message
+    assert told == ("It cannot use its devices: the worker of this host does not serve h.99.")

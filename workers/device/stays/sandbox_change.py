@@ -1,0 +1,154 @@
+"""Starts the process of a gang anew when its devices change, in a sandbox that shows the new ones.
+
+A sandbox shows the nodes of certain devices from its beginning to its end, so that no process gains
+or keeps a device that its task does not hold.  A change of devices therefore needs new processes:
+
+1. What the next sandbox needs is fetched, and its devices make room, while the ranks still run.
+2. The gang is told.  Its ranks stop at a cut and stage an image into the slab, and it says `left`.
+3. When its processes have ended, the next ones begin with the same slab, and go on from the image.
+
+For the machine this is one process, which holds the slot all the time, and nothing goes to the
+store.  Orders that are sent meanwhile are sent again, as the old process may not have read them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.core.device.device_events import HostsMissed
+from app.core.device.stay_state import StayState
+from app.core.model.protocol.messages import Resize
+from app.core.placement.partitions import late
+from workers.device import store_io
+from workers.device.heartbeat import now_us
+from workers.device.processes.resident import Resident
+from workers.device.stay import Stay
+from workers.device.stays.admission import ROOM_WITHIN_US
+from workers.device.stays.device_stays import DeviceStays
+from workers.device.stays.starting import CannotLimit, TaskStarter
+from workers.device.store_io import Fetched, NotFetched
+from workers.device.supervision.side_work import SideWork
+from workers.process import untrusted
+from workers.process.task_start import SlabImage
+from workers.process.untrusted import Nonsense
+from workers.transfer.host_context import House
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+
+@dataclass(slots=True)
+class NextSandbox:
+    """Holds what the process of a gang needs on its next devices; `image` is None until it has left
+    the present ones.
+    """
+
+    wanted: Resize
+    fetched: Fetched
+    arrived_us: int
+    is_told: bool = False  # True: the process knows that it is to leave
+    image: SlabImage | None = None
+
+
+class SandboxChange:
+    """Moves gangs to other devices of this host, each in a process that goes on in the same
+    stay.
+    """
+
+    def __init__(
+        self, house: House, stays: DeviceStays, side: SideWork, starter: TaskStarter
+    ) -> None:
+        self.house = house
+        self.stays = stays
+        self.side = side
+        self.starter = starter
+        self.next: dict[int, NextSandbox] = {}  # by resident
+
+    def begin(self, resident: Resident) -> None:
+        """Fetch what the next sandbox needs; then tell the process to leave its devices."""
+        stay, wanted = resident.stay, resident.stay.record.wanted
+        assert wanted is not None
+        launch = replace(stay.launch, images=[], seats=wanted.seats, guests=wanted.guests)
+        self.side.aside(
+            lambda: store_io.fetch(launch, self.house, {}),
+            lambda fetched: self._take(resident, stay, wanted, fetched),
+            is_long=launch.spec.environment is not None or launch.spec.image is not None,
+        )
+
+    def _take(
+        self, resident: Resident, stay: Stay, wanted: Resize, fetched: Fetched | BaseException
+    ) -> None:
+        is_wanted = stay.record.wanted is wanted and stay.state == StayState.RUNNING
+        if isinstance(fetched, Fetched):
+            if is_wanted and stay.process is resident and not resident.is_gone:
+                self.forget(resident)
+                self.next[resident.id] = NextSandbox(wanted, fetched, now_us())
+            else:
+                fetched.close()
+            return
+        if isinstance(fetched, NotFetched):
+            told = fetched.message
+        else:
+            log.error("cannot change the devices of task %s", resident.task, exc_info=fetched)
+            told = f"its inputs could not be fetched: {type(fetched).__name__}"
+        if is_wanted:
+            log.warning("task %s stays on its devices: %s", resident.task, told)
+            self.stays.give(HostsMissed(stay=stay.key, told=told))
+
+    def look(self, now: int) -> None:
+        """Tell processes to leave their devices as soon as the next ones have room for them."""
+        for id, change in list(self.next.items()):
+            resident = self.stays.residents[id]
+            stay = resident.stay
+            if stay.record.wanted is not change.wanted or stay.state != StayState.RUNNING:
+                self.forget(resident)
+            if change.is_told or id not in self.next:
+                continue
+            is_late = now >= change.arrived_us + ROOM_WITHIN_US
+            if is_late or self.house.allocations.have_room(change.wanted.guests):
+                change.is_told = True
+                resident.send("resize", seats=change.wanted.seats, elsewhere=True)
+                resident.repeated = []
+
+    def left(self, resident: Resident, message: JSON) -> None:
+        """Note that all state of the gang is in its slab, and that its process ends."""
+        change, stay = self.next.get(resident.id), resident.stay
+        if change is None or not change.is_told or stay.record.wanted is not change.wanted:
+            raise Nonsense("it left its devices without being told to")
+        step, index_bytes = (untrusted.number(message, name) for name in ("step", "index_bytes"))
+        change.image = SlabImage(step=step, index_bytes=index_bytes, is_kept=False)
+        sent = {order.said["port"] for order in resident.repeated or () if order.word == "block"}
+        for port in {*late(stay.spec.run.part)} & {*untrusted.words(message, "came"), *sent}:
+            stay.lacks.add(port)
+            stay.coming.discard(port)
+
+    def goes_on(self, resident: Resident) -> bool:
+        """Start the next process of a gang whose last one has left and ended; False if there is
+        none to start.
+        """
+        change = self.next.pop(resident.id, None)
+        if change is None:
+            return False
+        zygote = self.starter.spawner.zygote
+        is_ready = zygote is not None and zygote.is_ready
+        if change.image is None or resident.kill_reason or not is_ready:
+            change.fetched.close()
+            return False
+        wire, stay, wanted = resident.wire, resident.stay, change.wanted
+        stay.launch = replace(stay.launch, seats=wanted.seats, guests=wanted.guests)
+        try:
+            self.starter.go_on(resident, change.fetched, change.image)
+        except CannotLimit as error:
+            change.fetched.close()
+            self.stays.fail(stay, "device", str(error), "unfetched")
+            return False
+        self.side.close(wire.close)
+        return True
+
+    def forget(self, resident: Resident) -> None:
+        """Forget a change that the process did not make."""
+        if (change := self.next.pop(resident.id, None)) is not None:
+            change.fetched.close()
