@@ -1433,6 +1433,30 @@ class TestTenants:
         assert result.exit_code == code_, result.output
         assert said in result.stderr
 
+    def test_certain_devices_are_reserved_changed_and_found_free(self, run):
+        def reservation(*words, code=0):
+            result = run("--as", "platform", "reservation", *words)
+            assert result.exit_code == code, result.output
+            return result.stdout + result.stderr
+
+        device = json.loads(run("devices", "-o", "json").stdout)[0]
+        id, kind = device["id"], device["kind"]
+        times = ("--from", "2027-03-01T08:00", "--to", "2027-03-01T10:00")
+        made = reservation("add", "one", "--for", "gamma", "--device-id", id, *times, "-o", "json")
+        assert json.loads(made)["device_ids"] == [id]
+        again = ("add", "two", "--for", "beta", "--device-id", id, *times)
+        assert "only 0 can be reserved" in reservation(*again, code=4)
+        free = json.loads(reservation("free", "--device-id", id, "-o", "json"))
+        assert (free["kind"], free["devices"]) == (kind, 1)
+        assert "such as cuda=8" in reservation("free", code=2)
+        none = json.loads(reservation("free", f"{kind}=1", "--label", "warp", "-o", "json"))
+        assert none["windows"] == []
+        told = reservation("change", "one", "--devices", f"{kind}=1", "--label", "warp", code=4)
+        assert "with label warp only 0" in told
+        assert f"{kind}=1" in reservation("change", "one", "--devices", f"{kind}=1")
+        assert id not in reservation("show", "one")
+        reservation("remove", "one")
+
     def test_network_of_a_tenant_and_of_a_script(self, run, code, tmp_path):
         def tenant(*words):
             result = run("--as", "platform", "tenant", "alpha", *words, "-o", "json")
