@@ -1,7 +1,4 @@
-"""Ranks and executors on two simulated accelerators of one host, each with a device worker.
-
-Through HTTP alone. Each worker's processes see one device, so a job that grows has remote ranks.
-"""
+"""Ranks and executors on two simulated accelerators of one host, through HTTP alone."""
 
 from __future__ import annotations
 

@@ -365,6 +365,7 @@ class Supervisor(threading.Thread):
         self.images.end()
         self.side.cancel_waiting()  # their peers are dead
         for resident in self.stays.residents.values():
+            self.change.forget(resident)
             resident.close()
             self.side.close(resident.wire.close)
         for resident in (*self.stays.residents.values(), *self.storing.read_from):

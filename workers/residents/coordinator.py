@@ -555,13 +555,17 @@ class Conductor:
         return sum(ran) if self.work.is_graph else min(ran)
 
     def _memory_bytes(self) -> int:
-        """Return the memory that the ranks of this host hold on the device.
+        """Return the memory that the ranks of this host hold, on a CPU or on that accelerator where
+        they hold most.
 
         On an accelerator each rank reports what it holds in its turn, and has left before the next.
         """
-        held = [rank.progress.get("memory_bytes", 0) for rank in self.here]
+        held: dict[int, list[int]] = {}
+        for rank in self.here:
+            slot = 0 if self.work.start.kind == "cpu" else turns.slot_of(self.board, rank.number)
+            held.setdefault(slot, []).append(rank.progress.get("memory_bytes", 0))
         takes_turns = self.work.start.kind != "cpu" and not self.work.is_graph
-        return max(held, default=0) if takes_turns else sum(held)
+        return max(map(max if takes_turns else sum, held.values()), default=0)
 
 
 def _together(said: list[JSON]) -> JSON:

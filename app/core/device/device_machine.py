@@ -172,20 +172,7 @@ class DeviceMachine:
         """True if the launch is meant for this process of the device, and newer than all before."""
         is_ours = launch.incarnation in ("", self.incarnation)
         is_new = (launch.epoch, launch.seq) > self.newest.get(launch.task, (0, 0))
-        return is_ours and is_new and not (self.is_leaving or self._must_save_before(launch))
-
-    def _must_save_before(self, launch: Launch) -> bool:
-        """True if the task's paused process cannot go on with this launch, and alone has its last
-        steps.
-
-        The island sends the launch again, and by then the image is durable.
-        """
-        before = self.living(launch.task)
-        if before is None or before.stay.state != StayState.PAUSED or before.is_kept:
-            return False
-        if launch.host:
-            return False  # another device has the newest image of the gang
-        return before.stay.step > _newest_step(launch) and not _can_go_on(before, launch)
+        return is_ours and is_new and not self.is_leaving
 
     def is_fresh(self, answer: Answer | LeaseRenewal | ReportWanted) -> bool:
         """True if the answer is meant for this process, and newer than all before.
@@ -261,9 +248,21 @@ class DeviceMachine:
         if before is not None and _can_go_on(before, launch):
             self._continue(before, stay)
             return
+        if before is not None and _must_save(before, launch):
+            stay.waits_for_image = True
+            return
         if before is not None:
             self._drop(before.stay, "replaced")
         self._say(FetchInputs(stay=stay.key))
+
+    def _let_follow(self, process: ProcessRecord) -> None:
+        """Let a launch begin that has waited for the last image of this process of its task."""
+        for stay in self._without_process(process.task):
+            if stay.waits_for_image:
+                stay.waits_for_image = False
+                if not process.stay.is_over:
+                    self._drop(process.stay, "replaced")
+                self._say(FetchInputs(stay=stay.key))
 
     def _without_process(self, task: str) -> list[StayRecord]:
         """Return the stays of the task that are being fetched."""
@@ -671,7 +670,7 @@ class DeviceMachine:
             self._reject(process, f"it is on {slots} slots")
             return
         stay.step, stay.slots, stay.guests = event.step, slots, stay.wanted.guests
-        stay.wanted = None
+        stay.wanted, process.is_still = None, False
         self._say(TellIsland(stay=stay.key, kind=messages.Resized, details={"seats": slots}))
         self._say(ReportSoon(is_urgent=True))
 
@@ -704,11 +703,17 @@ class DeviceMachine:
         process = self.processes[event.process]
         process.saved_step = event.step
         self._let_hosts_go(process)
+        if process.is_kept:
+            self._let_follow(process)
 
     def _process_exited(self, event: ProcessExited, now_us: int) -> None:
         process = self.processes.pop(event.process)
-        stay = process.stay
         self.slot.free(process, now_us)
+        self._end_stay_of(process)
+        self._let_follow(process)
+
+    def _end_stay_of(self, process: ProcessRecord) -> None:
+        stay = process.stay
         if stay.is_over:
             return
         if process.is_renewed and not process.is_prepared and not process.kill_reason:
@@ -830,6 +835,13 @@ def _can_go_on(process: ProcessRecord, launch: Launch) -> bool:
     is_new = process.stay.state == StayState.PAUSED and has_newest
     has_same = process.stay.secrets_mark == launch.secrets.get("mark", "")
     return is_new and has_same and not launch.host and process.stay.guests == launch.guests
+
+
+def _must_save(process: ProcessRecord, launch: Launch) -> bool:
+    """True if the process alone has the last steps of a task that another process is to run."""
+    if launch.host or process.is_kept or process.stay.state != StayState.PAUSED:
+        return False  # if the launch is for remote ranks, the coordinator host has the image
+    return process.stay.step > _newest_step(launch)
 
 
 def _newest_step(launch: Launch) -> int:

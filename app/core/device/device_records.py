@@ -30,6 +30,8 @@ class StayRecord:
     state: StayState = StayState.SEATING
     is_confirmed: bool = False
     is_linked: bool = True  # all hosts of its gang are connected
+    # a paused process of the task, which cannot go on here, must make its image durable first
+    waits_for_image: bool = False
     step: int = 0
     order_seq: int = 1  # the highest order that was obeyed
     # seq -> order that arrived before an earlier one

@@ -787,6 +787,37 @@ def test_process_of_a_coordinator_does_not_go_on_as_remote_ranks(device: Device)
     assert [one.reason for one in device.said(KillProcess)] == ["replaced"]
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "lost"])
+def test_launch_on_other_devices_waits_for_the_image_of_the_paused_process(
+    device: Device, is_kept: bool
+) -> None:
+    """The process cannot go on there, and it alone has the last steps."""
+    process = device.run("t1", guests=["d1"])
+    device.pause("t1")
+    device.give(ProcessPaused(process=process, step=3, has_state=True))
+    device.launch("t1", 2, guests=["d2"])
+    assert not device.said(KillProcess)
+    assert not device.said(FetchInputs)
+    if is_kept:
+        device.give(ImageKept(process=process, step=3))
+        assert [one.process for one in device.said(KillProcess)] == [process]
+    else:
+        device.give(ProcessExited(process=process))
+    assert [one.stay for one in device.said(FetchInputs)] == [("t1", 2)]
+
+
+def test_launch_that_waits_for_an_image_can_be_paused_and_the_process_stays(
+    device: Device,
+) -> None:
+    process = device.run("t1", guests=["d1"])
+    device.pause("t1")
+    device.give(ProcessPaused(process=process, step=3, has_state=True))
+    device.launch("t1", 2, guests=["d2"])
+    device.pause("t1", 2)
+    device.launch("t1", 3, guests=["d1"])
+    assert [one.process for one in device.said(ContinueProcess)] == [process]
+
+
 def test_pause_that_crosses_a_missing_input_names_the_input(device: Device) -> None:
     process = device.run("t1")
     device.pause("t1")

@@ -63,7 +63,7 @@ def test_turns_on_fewer_devices_give_the_bits_of_a_device_per_rank(
 def test_devices_that_are_joined_as_hosts_give_the_same_bits(
     gangs: Gangs, undisturbed: dict[str, list[JSON]], slots: list[int]
 ) -> None:
-    """A worker sees one device, so the ranks of other devices are remote ranks."""
+    """Hosts with one device each: the ranks of the others are remote ranks."""
     found = _right(gangs, "Mlp", {"hosts": slots, "swap": True})
     assert bits(found) == bits(undisturbed["Mlp"])
 

@@ -1,7 +1,7 @@
-"""Gangs on simulated accelerators: each device is the only one that its residents see.
+"""Gangs on simulated accelerators of several hosts, which have one device each.
 
-So the ranks of other devices are remote ranks, also on one host.  Ranks that share a device leave
-it between their turns.
+Ranks that share a device leave it between their turns.  Several devices of one host are in
+`test_sandbox_change`.
 """
 
 from __future__ import annotations

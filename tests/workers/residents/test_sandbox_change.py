@@ -15,6 +15,7 @@ import pytest
 from app.core.model.protocol.messages import (
     Finished,
     Paused,
+    Resize,
     Resized,
     Saved,
     Started,
@@ -23,6 +24,8 @@ from app.core.model.protocol.messages import (
 from tests.thoroughness import rest_long
 from tests.workers.accelerators import host
 from tests.workers.conftest import PATIENCE_S, DeviceRig
+from workers.device.stays.resident_messages import ResidentMessages
+from workers.process.untrusted import Nonsense
 
 assert host
 
@@ -104,7 +107,7 @@ def test_orders_during_a_change_are_obeyed(host, undisturbed, seed):
         step = rig.event(Started, task, epoch).step
         rig.steps(task, step + 2, epoch)
         rig.resize(task, 3, epoch, GUESTS)
-        reach(rig, task, epoch, chance.choice(["at once", "told", "left", "begun"]))
+        reach(rig, task, epoch, chance.choice(["at once", "told", "heard", "left", "begun"]))
         rig.save(task, epoch)
         rig.pause(task, epoch)
         paused = rig.event(Paused, task, epoch)
@@ -122,6 +125,7 @@ def reach(rig: DeviceRig, task: str, epoch: int, moment: str) -> None:
     come = {
         "at once": lambda: True,
         "told": lambda: resident.repeated is not None or resident.wire is not first,
+        "heard": lambda: has_left(rig, resident.id) or resident.wire is not first,
         "left": lambda: resident.wire is not first,
         "begun": lambda: resident.wire is not first and resident.has_entered,
     }[moment]
@@ -129,6 +133,12 @@ def reach(rig: DeviceRig, task: str, epoch: int, moment: str) -> None:
     while not (come() or rig.all(Resized, task, epoch)):
         assert time.monotonic() < end_s, moment
         time.sleep(0.001)
+
+
+def has_left(rig: DeviceRig, resident: int) -> bool:
+    """Say whether the process has said that it leaves, and has not been replaced yet."""
+    change = rig.supervisor.change.next.get(resident)
+    return change is not None and change.image is not None
 
 
 def saved(rig: DeviceRig, task: str, epoch: int) -> list[Any]:
@@ -165,13 +175,7 @@ def test_launch_on_other_devices_waits_for_the_image_of_the_paused_job(host, und
     rig.steps("moved", 3)
     rig.pause("moved")
     paused = rig.event(Paused, "moved")
-    order = dict(guests=["h.3"], images=[])
-
-    def launched() -> bool:  # as the island sends a launch again that is not obeyed
-        train(rig, "moved", 2, **order)
-        return bool(rig.all(Started, "moved", 2))
-
-    rig.until(launched)
+    train(rig, "moved", 2, guests=["h.3"])
     assert rig.event(Started, "moved", 2).step == paused.step
     assert result(rig, "moved", 2) == undisturbed
     assert seen(rig, "moved", 2)[-1] == "rank 2 sees 1: 3 of 0 3"
@@ -187,3 +191,22 @@ def test_memory_of_a_job_is_claimed_on_each_of_its_devices(host):
     rig.cancel("claims")
     rig.event(Stopped, "claims")
     rig.until(lambda: not any(allocations.claimed_bytes(f"h.{n}") for n in range(4)))
+
+
+def test_process_that_says_it_was_resized_without_leaving_is_ended(host):
+    """It would keep a device that the island then gives to another task."""
+    rig = host(0)
+    train(rig, "keeps", guests=GUESTS[:1])
+    rig.steps("keeps", 2)
+    messages = ResidentMessages(
+        *(rig.house, rig.supervisor.stays, rig.supervisor.hosts),
+        *(rig.supervisor.residency, rig.supervisor.rhythm, lambda: rig.supervisor.spawner.groups),
+    )
+    residents = rig.supervisor.stays.residents.values()
+    resident = next(each for each in residents if each.task == "keeps")
+    resident.record.stay.wanted = Resize(task="keeps", epoch=1, seq=2, seats=[1])
+    with pytest.raises(Nonsense, match="did not leave its devices"):
+        messages.resized(resident, {"seats": [1], "step": 3})
+    resident.record.stay.wanted = None
+    rig.cancel("keeps")
+    rig.event(Stopped, "keeps")

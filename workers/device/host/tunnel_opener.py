@@ -54,7 +54,8 @@ class TunnelOpener:
         spec, zygote = resident.stay.spec, self.spawner.zygote
         if not self.spawner.enters_jobs:
             return NOT_BESIDE
-        if zygote is None or resident.pidfd is None:
+        # a process that has not entered its sandbox yet has the namespaces of the host
+        if zygote is None or resident.pidfd is None or not resident.has_entered:
             return NOT_HERE
         variables = {**spec.env, "ROUNDHOUSE_TASK": resident.task}
         if spec.network.allow:

@@ -321,6 +321,10 @@ class Resident:
             self.send(order.word, order.fds, **order.said)
             close_all(order.fds)
 
+    def _forget_repeated(self) -> None:
+        close_all(fd for order in self.repeated or () for fd in order.fds)
+        self.repeated = None
+
     def may_rest(self) -> bool:
         """True if another function may run in the process: the last one left nothing in it, as far
         as this process can see.
@@ -500,8 +504,9 @@ class Resident:
             return
         if word == "go":
             self.shells.seat(is_seated=True)
-            self.repeated = None
-        if self.repeated is not None:
+            self._forget_repeated()
+        # nothing that it leaves is unsettled, so a `kept` is never for the next process
+        if self.repeated is not None and word != "kept":
             kept = [os.dup(fd) for fd in fds or ()] if self.is_beginning else []
             self.repeated.append(RepeatedOrder(word, said, kept))
         if self.is_beginning:
@@ -544,9 +549,8 @@ class Resident:
     def close(self) -> None:
         """Close everything except the wire, `bulk` and `slab`, which may take long to close."""
         self.shells.close()
-        kept = (fd for order in self.repeated or () for fd in order.fds)
-        close_all([*self.pipes, *self.folders, *kept])
-        self.repeated = None
+        close_all([*self.pipes, *self.folders])
+        self._forget_repeated()
         self.pipes, self.folders = {}, []
         if self.adoption is not None:
             self.adoption.close()

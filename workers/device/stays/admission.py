@@ -91,7 +91,8 @@ class Admission:
         needed_bytes = stay.spec.devices.memory_bytes
         if not (self._find_disk(stay, now) and self.residency.has_room(needed_bytes, now)):
             return False
-        is_late = now >= stay.arrived_us + ROOM_WITHIN_US
+        # before it is confirmed, the tasks before it may still run on its other devices
+        is_late = stay.record.is_confirmed and now >= stay.arrived_us + ROOM_WITHIN_US
         return is_late or self.residency.house.allocations.have_room(stay.launch.guests)
 
     def claim(self) -> None:

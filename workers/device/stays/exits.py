@@ -46,6 +46,10 @@ class ResidentExits:
             return
         if not self.egress.is_settled(resident):  # the proxy still counts the task's last bytes
             return
+        held_bytes = resident.peaks.get(MEMORY, 0)
+        refused = self.spawner.groups.refused(str(resident.id), held_bytes=held_bytes)
+        resident.refused = resident.refused or refused
+        resident.lacked_memory |= self.spawner.groups.toll(str(resident.id)).oom_kills > 0
         if self.change.goes_on(resident):
             return
         if resident.is_in_image and resident.stay.state in LEFT:
@@ -53,10 +57,6 @@ class ResidentExits:
             resident.stay.log.leave_begun()
         resident.stay.log.end()
         resident.is_gone = True
-        held_bytes = resident.peaks.get(MEMORY, 0)
-        refused = self.spawner.groups.refused(str(resident.id), held_bytes=held_bytes)
-        resident.refused = resident.refused or refused
-        resident.lacked_memory = self.spawner.groups.toll(str(resident.id)).oom_kills > 0
         self.spawner.groups.remove(str(resident.id))
         resident.close()
         self.side.close(resident.wire.close)

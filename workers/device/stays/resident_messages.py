@@ -105,6 +105,8 @@ class ResidentMessages:
         self.stays.give(ProcessStood(process=resident.id, is_still=False))
 
     def paused(self, resident: Resident, message: JSON) -> None:
+        if resident.is_beginning:
+            raise Nonsense("it was paused before it went on")
         lacks = _late_input(resident, message, "lacks") if "lacks" in message else ""
         unstored, wait_us = _refusal(resident) if message.get("waits") == "store" else ("", 0)
         resident.shells.seat(is_seated=False)
@@ -121,6 +123,10 @@ class ResidentMessages:
         )
 
     def resized(self, resident: Resident, message: JSON) -> None:
+        record = resident.stay.record
+        changes = record.wanted is not None and record.wanted.guests != record.guests
+        if changes and not resident.is_beginning:
+            raise Nonsense("it did not leave its devices")
         slots = untrusted.numbers(message, "seats")
         step = untrusted.number(message, "step")
         self.stays.give(ProcessResized(process=resident.id, step=step, slots=slots))

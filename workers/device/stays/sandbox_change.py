@@ -14,7 +14,7 @@ store.  Orders that are sent meanwhile are sent again, as the old process may no
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.core.device.device_events import HostsMissed
@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 
+#: While it has been told, a process may still leave its devices in one of these states.
+_LEAVES = frozenset({StayState.RUNNING, StayState.NOTICED, StayState.PAUSING, StayState.STOPPING})
+
+
 @dataclass(slots=True)
 class NextSandbox:
     """Holds what the process of a gang needs on its next devices; `image` is None until it has left
@@ -50,7 +54,13 @@ class NextSandbox:
     fetched: Fetched
     arrived_us: int
     is_told: bool = False  # True: the process knows that it is to leave
+    links: list[int] = field(default_factory=list)  # descriptors: connections to its other hosts
+    came: set[str] = field(default_factory=set)  # late inputs that are not in the image
     image: SlabImage | None = None
+
+    def close(self) -> None:
+        self.fetched.close()
+        store_io.close_all(self.links)
 
 
 class SandboxChange:
@@ -94,8 +104,12 @@ class SandboxChange:
         else:
             log.error("cannot change the devices of task %s", resident.task, exc_info=fetched)
             told = f"its inputs could not be fetched: {type(fetched).__name__}"
-        if is_wanted:
-            log.warning("task %s stays on its devices: %s", resident.task, told)
+        if not is_wanted:
+            return
+        log.warning("task %s cannot change its devices: %s", resident.task, told)
+        if {*stay.record.guests} - {*wanted.guests}:
+            self.stays.pause(stay)  # other tasks need what it has; no step is lost
+        else:
             self.stays.give(HostsMissed(stay=stay.key, told=told))
 
     def look(self, now: int) -> None:
@@ -103,13 +117,16 @@ class SandboxChange:
         for id, change in list(self.next.items()):
             resident = self.stays.residents[id]
             stay = resident.stay
-            if stay.record.wanted is not change.wanted or stay.state != StayState.RUNNING:
+            may = _LEAVES if change.is_told else {StayState.RUNNING}
+            if stay.record.wanted is not change.wanted or stay.state not in may:
                 self.forget(resident)
-            if change.is_told or id not in self.next:
                 continue
+            if change.is_told and resident.repeated is not None:
+                continue  # else it has gone on since, and may have dropped the order
             is_late = now >= change.arrived_us + ROOM_WITHIN_US
             if is_late or self.house.allocations.have_room(change.wanted.guests):
                 change.is_told = True
+                change.links += stay.hand_over()
                 resident.send("resize", seats=change.wanted.seats, elsewhere=True)
                 resident.repeated = []
 
@@ -118,12 +135,11 @@ class SandboxChange:
         change, stay = self.next.get(resident.id), resident.stay
         if change is None or not change.is_told or stay.record.wanted is not change.wanted:
             raise Nonsense("it left its devices without being told to")
+        if resident.is_saving or resident.leaving:
+            raise Nonsense("it left its devices before its images and outputs were stored")
         step, index_bytes = (untrusted.number(message, name) for name in ("step", "index_bytes"))
         change.image = SlabImage(step=step, index_bytes=index_bytes, is_kept=False)
-        sent = {order.said["port"] for order in resident.repeated or () if order.word == "block"}
-        for port in {*late(stay.spec.run.part)} & {*untrusted.words(message, "came"), *sent}:
-            stay.lacks.add(port)
-            stay.coming.discard(port)
+        change.came = {*untrusted.words(message, "came")}
 
     def goes_on(self, resident: Resident) -> bool:
         """Start the next process of a gang whose last one has left and ended; False if there is
@@ -132,23 +148,37 @@ class SandboxChange:
         change = self.next.pop(resident.id, None)
         if change is None:
             return False
-        zygote = self.starter.spawner.zygote
-        is_ready = zygote is not None and zygote.is_ready
-        if change.image is None or resident.kill_reason or not is_ready:
-            change.fetched.close()
-            return False
         wire, stay, wanted = resident.wire, resident.stay, change.wanted
+        has_left = change.image is not None and stay.state in _LEAVES - {StayState.STOPPING}
+        if has_left and not self._can_fork():
+            self.stays.kill(resident, "zygote")  # without an event: the island starts it again
+        if change.image is None or not has_left or resident.kill_reason:
+            change.close()
+            return False
+        self._bring_again(resident, change.came)
         stay.launch = replace(stay.launch, seats=wanted.seats, guests=wanted.guests)
         try:
-            self.starter.go_on(resident, change.fetched, change.image)
+            self.starter.go_on(resident, change.fetched, change.image, change.links)
         except CannotLimit as error:
-            change.fetched.close()
+            change.close()
             self.stays.fail(stay, "device", str(error), "unfetched")
             return False
         self.side.close(wire.close)
         return True
 
+    def _can_fork(self) -> bool:
+        zygote = self.starter.spawner.zygote
+        return zygote is not None and zygote.is_ready and not zygote.wire.closed
+
+    def _bring_again(self, resident: Resident, came: set[str]) -> None:
+        """Let late inputs be brought again that its image lacks, or that it may not have read."""
+        stay, orders = resident.stay, resident.repeated or ()
+        unread = {order.said["port"] for order in orders if order.word == "block"}
+        for port in {*late(stay.spec.run.part)} & (came | unread):
+            stay.lacks.add(port)
+            stay.coming.discard(port)
+
     def forget(self, resident: Resident) -> None:
         """Forget a change that the process did not make."""
         if (change := self.next.pop(resident.id, None)) is not None:
-            change.fetched.close()
+            change.close()

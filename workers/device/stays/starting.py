@@ -138,11 +138,14 @@ class TaskStarter:
         for fd in (resident.wire.fileno(), *resident.pipes):
             self.listener.listen_to(resident, fd)
 
-    def go_on(self, resident: Resident, fetched: Fetched, image: SlabImage) -> None:
+    def go_on(
+        self, resident: Resident, fetched: Fetched, image: SlabImage, links: list[int]
+    ) -> None:
         """Start the next process of a gang that has left its devices; it has the folder, the
         limits, the environment and the slab of the last one.
 
-        What is left of the last one is ended first. Raises CannotLimit.
+        What is left of the last one is ended first. `links` are its connections to other hosts.
+        Raises CannotLimit, and then has taken nothing.
         """
         stay, shown, environment = resident.stay, fetched.access, resident.environment
         self.spawner.groups.remove(str(resident.id))
@@ -156,7 +159,7 @@ class TaskStarter:
         ends = ProcessEnds.made()
         self._fork(resident.id, room, ends, stay, resident.slab, "job")
         start = replace(self._start(stay, room, fetched), image=image, goes_on=True)
-        fds = [*fetched.fds, *stay.hand_over()]
+        fds = [*fetched.fds, *links]
         resident.go_on(ends, room, codec.to_json(start), fds)
         store_io.close_all(fds)
         self.late.bring(stay)

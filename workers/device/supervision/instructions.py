@@ -118,6 +118,7 @@ class InstructionRunner:
 
     def _fetch_inputs(self, fetching: FetchInputs, now: int) -> None:
         stay = self.stays.by_key[fetching.stay]
+        stay.launch = self.storing.with_newest_image(stay.launch)
         launch, house, came = stay.launch, self.house, self.lookout.came
         taken = self.lookout.launched(launch.task)
         self.side.aside(

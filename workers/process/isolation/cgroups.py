@@ -269,6 +269,7 @@ class ControlGroups:
             group = parent / resident
             _remove(group)  # a group left from before would have old counts
             group.mkdir(exist_ok=True)
+            self.left.discard(group)  # it is in use again
             for name in hierarchy.limits:
                 if name in self.standing:
                     _write_all(group, _of_resident(hierarchy.version, name, bounds, asked))
