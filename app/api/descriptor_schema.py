@@ -404,7 +404,7 @@ _TASK = _object(
             "default": "exact",
             "description": "whose collectives the ranks use. `exact`: the service's own, with the"
             " same bits on any number of devices. `native`: torch's own, NCCL or gloo, at full"
-            " speed; a command only, with a device for each rank: devices.min is `world_size`",
+            " speed, for commands and jobs with a device for each rank (devices.min: world_size)",
         },
         "devices": _object(
             {

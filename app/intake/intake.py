@@ -41,6 +41,7 @@ from app.core.model.graphs import dependencies, entry_signature
 from app.core.model.graphs.entry_signature import Signature
 from app.core.model.launchers import find_launcher
 from app.core.model.protocol.messages import JSON
+from app.core.model.provisions import collectives
 from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
@@ -321,7 +322,7 @@ def _notes(descriptor: Descriptor) -> list[str]:
         f"{task.name}: its ranks have a GPU each, and their sums go through host memory. With"
         " collectives: native they use NCCL, at its speed and with its bits"
         for task in descriptor.tasks
-        if task.run.kind == "command"
+        if task.run.kind in collectives.NEEDS
         and task.world_size == task.devices.min > 1
         and task.devices.kind == "cuda"
         and task.collectives == EXACT

@@ -34,12 +34,14 @@ from typing import Any
 
 from app.core.device.gang_watch import GangWatch
 from app.core.model.graphs.task_graph import worth_telling
+from app.core.model.provisions.collectives import NATIVE
 from workers.process.exit_status import shell_status
 from workers.process.image_layout import Extent, Layout
 from workers.process.isolation import sandbox
 from workers.process.slab import INDEX_LIMIT_BYTES, Slab
 from workers.process.wire import Wire, pair
 from workers.ranks import turns
+from workers.ranks.native.standings import native_standings
 from workers.ranks.shared_memory import Arena, Handles
 from workers.ranks.standings import standings
 from workers.residents.member import Member
@@ -173,7 +175,8 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
     # old addresses now.
     work.whole, work.slab = Slab(work.slab.fd), region.slab(work.slab.fd)
     work.start = work.start.as_rank(rank)
-    work.member = Member(handles, rank, collective=not work.is_graph)
+    native_on = work.start.kind if work.spec.collectives == NATIVE else ""
+    work.member = Member(handles, rank, collective=not work.is_graph, native_on=native_on)
 
 
 class Conductor:
@@ -208,6 +211,8 @@ class Conductor:
         self.leaving: set[str] = set()  # outputs that are on their way to the store
         self.lacks = ""  # the input without which the gang leaves its slots
         self.watch = GangWatch()
+        is_native = work.spec.collectives == NATIVE
+        self.standings = native_standings if is_native else standings
         self.poll = select.poll()
         self.poll.register(work.wire.fileno(), select.POLLIN)
 
@@ -524,7 +529,7 @@ class Conductor:
 
         if not self.work.is_graph:  # its executors wait for blocks, which may take hours
             steps = self.is_seated and not self.asked
-            who = self.watch.news(standings(self.board) if steps else None, now_s)
+            who = self.watch.news(self.standings(self.board) if steps else None, now_s)
             if who is not None:
                 self.work.say("behind", who=who)
 

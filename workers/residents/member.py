@@ -6,6 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
+from workers.hardware.accelerator import Accelerator
+from workers.ranks.native.rank import NativeRank
 from workers.ranks.rank import Rank
 from workers.ranks.shared_memory import Handles
 
@@ -16,16 +20,34 @@ class Member:
     """Connects a rank's own process with its gang.
 
     `collective` is False for ranks that are the executors of a graph: they have no process group.
+    `native_on` is the kind of device on which the ranks use torch's own collectives; "" if they do
+    not.
     """
 
-    def __init__(self, handles: Handles, rank: int, *, collective: bool = True) -> None:
+    def __init__(
+        self, handles: Handles, rank: int, *, collective: bool = True, native_on: str = ""
+    ) -> None:
         # no time limit, as one node may take hours
         timeout_s = COLLECTIVE_S if collective else math.inf
-        self.rank = Rank(
-            handles, rank, timeout_s=timeout_s, squash=collective, apart=not collective
+        self.rank: Rank | NativeRank = (
+            NativeRank(handles, rank, kind=native_on)
+            if native_on
+            else Rank(handles, rank, timeout_s=timeout_s, squash=collective, apart=not collective)
         )
         self.collective = collective
         self._is_away = False
+
+    def offload(
+        self, accelerator: Accelerator
+    ) -> Callable[[torch.UntypedStorage], torch.Tensor | None]:
+        """From now on, move the rank's memory off the device between its turns.
+
+        Returns the function that finds an offloaded storage's content in host memory. Ranks with a
+        device each have one turn, and keep their memory there.
+        """
+        if not (isinstance(self.rank, Rank) and self.collective) or accelerator.is_host:
+            return lambda storage: None
+        return self.rank.swap(accelerator).content
 
     def begin(self) -> None:
         """Wait for the first turn; afterwards the default process group exists."""

@@ -83,9 +83,8 @@ def configure(work: Work) -> None:
         work.base_bytes = shared.base_bytes = progress.anonymous_bytes()
         cap_memory(work.accelerator, work.start.device_fraction)
         work.outgoing, work.images = Outgoing(work), Images(work)
-        if work.member is not None and work.member.collective and not work.accelerator.is_host:
-            # device memory holds the state of one rank at a time
-            work.images.staging.offloaded = work.member.rank.swap(work.accelerator).content
+        if work.member is not None:
+            work.images.staging.offloaded = work.member.offload(work.accelerator)
         work.preset = shared.preset = preset.configure(work.start.preset)
     except preset.NotTaken as error:
         detail = "\n".join(error.differences)

@@ -273,7 +273,10 @@ class House:
             "paced": True,  # the worker takes an answer that says when to report again
             "pulses": True,  # the worker takes an answer that lets it send a Pulse
             **({"host_news": True} if self.host_news else {}),
-            "offers": [*_OFFERS, *([collectives.NEED] if self.kind in collectives.KINDS else [])],
+            "offers": [
+                *_OFFERS,
+                *(collectives.NEEDS.values() if self.kind in collectives.KINDS else ()),
+            ],
         }
 
 

@@ -364,7 +364,14 @@ def _task(fields: Fields) -> TaskDescriptor:
     check_variables(fields, task.env, task.secrets, is_command=task.run.kind == "command")
     if task.collectives == NATIVE:
         on = task.devices
-        check_devices(fields, task.world_size, least=on.min, most=on.max, kind=on.kind)
+        check_devices(
+            fields,
+            task.world_size,
+            least=on.min,
+            most=on.max,
+            kind=on.kind,
+            across_hosts=on.across_hosts,
+        )
     if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
         told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
         fields.fault("islands", told)
@@ -472,8 +479,9 @@ def needs_of(task: TaskDescriptor) -> dict[str, str]:
         session.NEED: ("session", task.session),
         "isolation": ("isolation", task.isolation == OWN_PROCESS),
         SHARING_NEED: ("isolation", task.isolation == OF_USER),
-        collectives.NEED: ("collectives", task.collectives == NATIVE),
     }
+    if task.collectives == NATIVE and (need := collectives.NEEDS.get(task.run.kind)):
+        asked[need] = ("collectives", True)
     needs = {need: field for need, (field, value) in asked.items() if value}
     mounts = {need_of(name): f"mounts/{escaped(target)}" for target, name in task.mounts.items()}
     environment = {} if task.environment is None else {task.environment.need: "environment"}

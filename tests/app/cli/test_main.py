@@ -1441,6 +1441,8 @@ class TestTenants:
 
         device = json.loads(run("devices", "-o", "json").stdout)[0]
         id, kind = device["id"], device["kind"]
+        # what is guaranteed to a tenant cannot be reserved
+        run("--as", "platform", "tenant", "gamma", "--guarantee", f"{kind}=none")
         times = ("--from", "2027-03-01T08:00", "--to", "2027-03-01T10:00")
         made = reservation("add", "one", "--for", "gamma", "--device-id", id, *times, "-o", "json")
         assert json.loads(made)["device_ids"] == [id]

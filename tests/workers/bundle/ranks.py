@@ -120,6 +120,14 @@ class Dies(Train):
         return super().step(ctx)
 
 
+class Tells(Train):
+    """Each rank says whose collectives it has."""
+
+    def __init__(self, ctx, **more):
+        print(f"rank {ctx.rank} by {dist.get_backend()} of {type(dist.group.WORLD).__name__}")
+        super().__init__(ctx, **more)
+
+
 LOOKED = []  # not in any image, so it is empty in a new process
 
 
@@ -162,3 +170,23 @@ class Strays(Train):
 
     def leaves(self, ctx):
         ctx.finish({"left": "early"})
+
+
+if __name__ == "__main__":  # as torchrun starts it
+    import json
+    import sys
+    from types import SimpleNamespace
+
+    dist.init_process_group("gloo")
+    ctx = SimpleNamespace(
+        device=torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size(), step=0
+    )
+    ended = []
+    ctx.finish = ended.append
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    job = Train(ctx, steps=int(sys.argv[1]))
+    while not ended:
+        ctx.step += 1
+        job.step(ctx)
+    print(json.dumps(ended[0]))

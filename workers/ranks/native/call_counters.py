@@ -147,12 +147,12 @@ class CallCounters:
         first, words = counts_at(self.arena, index), self.words
         with self._lock:
             # what the call is comes first: who reads the new number must find it
-            words[first + self.arena.ranks + self.rank] = _number(text)
-            words[first + self.rank] += 1
-            words[self.me + CALLS] += 1
             if (text, shown) != self._shown:
                 self._shown = text, shown
                 self.arena.write_text(self.me + TEXT, _described(text, shown))
+            words[first + self.arena.ranks + self.rank] = _number(text)
+            words[first + self.rank] += 1
+            words[self.me + CALLS] += 1
         self._must_match(index, text)
 
     def _must_match(self, index: int, text: str) -> None:

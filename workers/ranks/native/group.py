@@ -27,6 +27,9 @@ from workers.ranks.native.call_counters import CallCounters
 from workers.ranks.own_group import OwnGroup, untraced
 
 BACKEND = "native"
+#: Deadlines of torch's own groups: clocks go on while the processes are frozen.  A rank that is
+#: behind or dead is found without a deadline (`core.device.gang_watch`).
+DEADLINE_S = 365 * 86400.0
 
 #: Changes the tag of a message on its way to torch's own group.  Gloo's monitored_barrier sends
 #: messages, too, with tags from 0 on that each new group counts anew (`monitoredBarrier` in torch's
@@ -182,6 +185,7 @@ class NativeGroup(OwnGroup):
     """A `torch.distributed` group over one of torch's own, `inner`, which may be away."""
 
     backend = BACKEND
+    timeout_s = DEADLINE_S
 
     def __init__(self, owner: GroupOwner, options: Any) -> None:
         super().__init__(options)

@@ -24,7 +24,13 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from workers.hardware.accelerator import device_types
 from workers.ranks.native.call_counters import BUILT, DROP, DROPPED, HOLD, CallCounters
-from workers.ranks.native.group import BACKEND, NativeGroup, NativeWork, inner_tag
+from workers.ranks.native.group import (
+    BACKEND,
+    DEADLINE_S,
+    NativeGroup,
+    NativeWork,
+    inner_tag,
+)
 from workers.ranks.own_group import replace_functions
 from workers.ranks.process_group import SharedStore
 from workers.ranks.rendezvous import Rendezvous
@@ -33,9 +39,6 @@ from workers.ranks.turns import RankState, Turns, state
 
 JSON = dict[str, Any]
 
-#: Deadlines of torch's own groups: clocks go on while the processes are frozen.  A rank that is
-#: behind or dead is found without a deadline (`core.device.gang_watch`).
-DEADLINE_S = 365 * 86400.0
 SETTLES_S = 0.001  # how often the thread looks for calls that have begun meanwhile
 LOOK_S = 5.0  # orders wake the thread; it looks so often in case that one was missed
 STORE_S, STORE_MOST_S = 0.001, 0.02  # how often a wait for a store key looks, at first and at last
@@ -90,7 +93,8 @@ class NativeRank:
             self.turns.finish()
 
     def boundary(self, step: int, seats: int | None = None) -> None:
-        """Do nothing: these ranks keep their devices, and stop between any two calls."""
+        """Stop before step `step` if a cut lies there; these ranks keep their devices."""
+        self.turns.boundary(step, DEADLINE_S)
 
     def accounts(self) -> JSON:
         return {"built": self.times_built, "calls": self.counters.calls}

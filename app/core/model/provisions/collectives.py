@@ -12,10 +12,9 @@ from app.core.model.fields import Fields
 
 EXACT, NATIVE = "exact", "native"
 ENGINES = (EXACT, NATIVE)
-#: the need of a task with native collectives, and the offer of a host that runs such tasks
-NEED = "native"
+#: by what a task runs: its need if its collectives are native, and the offer of a host
+NEEDS = {"command": "native", "job": "native-job"}
 KINDS = ("cpu", "cuda")  # kinds of devices for which torch has a backend that is used here
-RUNS = ("command",)  # what runs so today; a job's ranks step by the service's own engine
 
 
 def read_collectives(fields: Fields, *, run_kind: str, world_size: int) -> str:
@@ -23,10 +22,10 @@ def read_collectives(fields: Fields, *, run_kind: str, world_size: int) -> str:
     engine: str = fields.one_of("collectives", ENGINES, EXACT)
     if engine != NATIVE:
         return engine
-    if run_kind not in RUNS:
+    if run_kind not in NEEDS:
         told = (
-            f"must be {EXACT} for a {run_kind}: only the ranks of a command use torch's own "
-            "collectives. Run the script as a command, or leave the field out"
+            f"must be {EXACT} for a {run_kind}: only commands and jobs use torch's own "
+            "collectives. Leave the field out"
         )
         fields.fault("collectives", told)
     elif world_size == 1:
@@ -35,7 +34,9 @@ def read_collectives(fields: Fields, *, run_kind: str, world_size: int) -> str:
     return engine
 
 
-def check_devices(fields: Fields, world_size: int, *, least: int, most: int, kind: str) -> None:
+def check_devices(
+    fields: Fields, world_size: int, *, least: int, most: int, kind: str, across_hosts: bool
+) -> None:
     """Report devices that native ranks cannot have: from `least` to `most` of this kind."""
     out = f"or set `collectives: {EXACT}`, with which ranks may share a device"
     if not least == most == world_size:
@@ -47,3 +48,6 @@ def check_devices(fields: Fields, world_size: int, *, least: int, most: int, kin
     elif kind not in KINDS:
         told = f"must be one of {', '.join(KINDS)}, since collectives are {NATIVE}; {out}"
         fields.fault("devices/kind", told)
+    elif across_hosts:
+        told = f"must be false: ranks with {NATIVE} collectives are on one host; {out}"
+        fields.fault("devices/across_hosts", told)
