@@ -45,6 +45,7 @@ from app.core.security.redaction import (
 from app.storage.chunk_cipher import NO_CIPHERS, ChunkCipher, Ciphers, NoImageKey, ciphers
 from app.storage.sealing import CannotOpen
 from app.storage.store import Damaged, Store
+from workers.device.processes.process_ends import close_all
 from workers.device.processes.resident import Saving
 from workers.process import slab, untrusted
 from workers.process.image_layout import BadLayout, from_json
@@ -545,9 +546,3 @@ def received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterat
         left -= came
         yield room[:came].toreadonly()
     read()
-
-
-def close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-    fds.clear()

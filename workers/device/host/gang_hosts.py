@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from app.core.device.device_events import HostsJoined, HostsMissed
-from workers.device import store_io
 from workers.device.heartbeat import now_us
+from workers.device.processes.process_ends import close_all
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.device_stays import DeviceStays
@@ -51,7 +51,7 @@ class GangHosts:
         if stay.expects:
             self.links.forget(stay.expects)
         stay.expects, stay.give_up_us = "", None
-        store_io.close_all(stay.hand_over())
+        close_all(stay.hand_over())
 
     def send_resize(self, resident: Resident) -> None:
         """Give the process the connections to the hosts that its gang now has.
@@ -65,7 +65,7 @@ class GangHosts:
             return
         fds = resident.stay.hand_over()
         resident.send("resize", fds, seats=wanted.seats)
-        store_io.close_all(fds)
+        close_all(fds)
 
     def _joined(self, stay: Stay, joined: Sockets) -> None:
         stay.expects, stay.give_up_us, stay.links = "", None, joined
@@ -94,4 +94,4 @@ class GangHosts:
         fds = stay.hand_over()
         if stay.resident is not None:
             stay.resident.send("link", fds)
-        store_io.close_all(fds)
+        close_all(fds)

@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from app.core.model.device_fraction import cap_bytes
 from app.core.model.protocol import messages
 from app.core.model.protocol.messages import CheckpointRef
 from workers.device.processes.job_shells import JobShells
+from workers.device.processes.process_ends import ProcessEnds, RepeatedOrder, close_all
 from workers.device.stay import Stay
 from workers.process import slab
 from workers.process.isolation.sandbox import Room
-from workers.process.wire import Parts, TenantWire, tenant_pair
-from workers.transfer import peer_auth
+from workers.process.wire import Parts, TenantWire
 from workers.transfer.checkpoint import HeldChunks, Known
 from workers.transfer.installs.environments import HeldEnvironment
 
@@ -43,7 +43,6 @@ OWED_US = 30_000_000
 UNREAD_US = 10_000_000
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
-BULK_TIMEOUT_S = 60.0
 ALL_PROCESSES = 2048  # more than a resident can have (`sandbox.Room.processes`, control groups)
 STORED_LIMIT = 16 * 1024  # most processes and threads of a command that are stored or restored
 
@@ -79,58 +78,6 @@ class Leaving:
     size_bytes: int
     head_bytes: int
     early: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatedOrder:
-    """Holds an order for the next process, with copies of its descriptors if they are kept."""
-
-    word: str
-    said: JSON
-    fds: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessEnds:
-    """Holds both ends of what connects a process with its supervisor."""
-
-    wire: TenantWire
-    bulk: socket.socket
-    pipes: dict[int, str]  # descriptor to read from -> "stdout" or "stderr"
-    control: socket.socket  # the end of the process
-    bulk_end: socket.socket  # the end of the process
-    writes: dict[str, int]  # the ends of the process, by stream
-
-    @classmethod
-    def made(cls) -> ProcessEnds:
-        wire, control = tenant_pair()
-        bulk, bulk_end = socket.socketpair()
-        peer_auth.wait_for(bulk, BULK_TIMEOUT_S)
-        pipes = {name: os.pipe() for name in ("stdout", "stderr")}
-        for read, _ in pipes.values():
-            os.set_blocking(read, False)
-        return cls(
-            wire=wire,
-            bulk=bulk,
-            pipes={read: name for name, (read, _) in pipes.items()},
-            control=control,
-            bulk_end=bulk_end,
-            writes={name: write for name, (_, write) in pipes.items()},
-        )
-
-    def given(self, trust: int, slab: int) -> list[int]:
-        """Return the descriptors of a new process, in the order of `wire.FDS_PER_RESIDENT`."""
-        return [
-            *(self.control.fileno(), self.bulk_end.fileno(), trust),
-            *(*self.writes.values(), slab),
-        ]
-
-    def close_given(self) -> None:
-        """Close the ends of the process, which has them now."""
-        for end in (self.control, self.bulk_end):
-            end.close()
-        for write in self.writes.values():
-            os.close(write)
 
 
 @dataclass
@@ -322,7 +269,7 @@ class Resident:
             close_all(order.fds)
 
     def _forget_repeated(self) -> None:
-        close_all(fd for order in self.repeated or () for fd in order.fds)
+        close_all([fd for order in self.repeated or () for fd in order.fds])
         self.repeated = None
 
     def may_rest(self) -> bool:
@@ -560,11 +507,6 @@ class Resident:
         if self.environment is not None:
             self.environment.close()
             self.environment = None
-
-
-def close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def kernel_memory(pid: int) -> tuple[int, int] | None:

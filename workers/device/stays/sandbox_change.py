@@ -23,6 +23,7 @@ from app.core.model.protocol.messages import Resize
 from app.core.placement.partitions import late
 from workers.device import store_io
 from workers.device.heartbeat import now_us
+from workers.device.processes.process_ends import close_all
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.admission import ROOM_WITHIN_US
@@ -60,7 +61,7 @@ class NextSandbox:
 
     def close(self) -> None:
         self.fetched.close()
-        store_io.close_all(self.links)
+        close_all(self.links)
 
 
 class SandboxChange:

@@ -14,10 +14,10 @@ from app.core.model.device_fraction import cap_bytes
 from app.core.model.protocol.messages import Launch
 from app.core.model.provisions import resources
 from workers.criu import pids as criu_pids
-from workers.device import store_io
 from workers.device.host.egress import EgressDesk
 from workers.device.host.mounts import CannotMount, DeviceMounts
-from workers.device.processes.resident import Adoption, ProcessEnds, Resident
+from workers.device.processes.process_ends import ProcessEnds, close_all
+from workers.device.processes.resident import Adoption, Resident
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages
 from workers.device.stays.device_stays import DeviceStays
@@ -132,7 +132,7 @@ class TaskStarter:
         given = [*ends.given(self.trust.fd, slab), *outlet]
         self.spawner.zygote.spawn(id, room, self.spawner.walls, given, sort, last_pid)
         ends.close_given()
-        store_io.close_all(outlet)
+        close_all(outlet)
 
     def _listen_to(self, resident: Resident) -> None:
         for fd in (resident.wire.fileno(), *resident.pipes):
@@ -150,7 +150,7 @@ class TaskStarter:
         stay, shown, environment = resident.stay, fetched.access, resident.environment
         self.spawner.groups.remove(str(resident.id))
         groups = self._grouped(stay, str(resident.id), fetched)
-        store_io.close_all([fetched.slab, *fetched.locks])
+        close_all([fetched.slab, *fetched.locks])
         if fetched.environment is not None:
             fetched.environment.close()
         base = () if environment is None else (environment.base,)
@@ -161,13 +161,13 @@ class TaskStarter:
         start = replace(self._start(stay, room, fetched), image=image, goes_on=True)
         fds = [*fetched.fds, *links]
         resident.go_on(ends, room, codec.to_json(start), fds)
-        store_io.close_all(fds)
+        close_all(fds)
         self.late.bring(stay)
         self._listen_to(resident)
 
     def renew(self, stay: Stay, fetched: Fetched, resident: Resident) -> None:
         """Start a function in a resting process, which keeps its packages and its limits."""
-        store_io.close_all([fetched.slab, *fetched.locks])
+        close_all([fetched.slab, *fetched.locks])
         if fetched.environment is not None:
             fetched.environment.close()
         self.stays.give(ProcessRenewed(process=resident.id, stay=stay.key))
@@ -193,7 +193,7 @@ class TaskStarter:
         fds = [*fetched.fds, *stay.hand_over()]
         resident.send("begin", fds, start=codec.to_json(started), files=len(fds))
         self.late.bring(stay)
-        store_io.close_all(fds)
+        close_all(fds)
 
     def _stores_processes(self, stay: Stay) -> bool:
         return self.images is not None and self.images.may_store(stay.launch)

@@ -15,6 +15,7 @@ from app.core.model.protocol.messages import CheckpointRef, Launch
 from app.core.model.protocol.wellformed import as_sentence
 from workers.device import store_io
 from workers.device.heartbeat import Rhythm, now_us
+from workers.device.processes.process_ends import close_all
 from workers.device.processes.resident import Leaving, Resident, Saving
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages, StoredTree, no_tree
@@ -281,7 +282,7 @@ class ResultStore:
             self._taken(resident, f"output:{one.name}")
             files = self._lies(resident, one, stored["sha256"])
             resident.send("kept", files, what=f"output:{one.name}", files=len(files))
-            store_io.close_all(files)
+            close_all(files)
             resident.outputs[one.name] = stored
             if one.early and not resident.is_gone:
                 resident.stay.tell(messages.Stored, now_us(), output=one.name, kept=stored)

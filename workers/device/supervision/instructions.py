@@ -28,13 +28,14 @@ from app.core.device.device_events import (
 )
 from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.protocol import messages
-from workers.device import prefetch, store_io
+from workers.device import prefetch
 from workers.device.heartbeat import Rhythm
 from workers.device.host.device_presets import DevicePresets
 from workers.device.host.egress import EgressDesk
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
+from workers.device.processes.process_ends import close_all
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.admission import Admission
@@ -208,7 +209,7 @@ class InstructionRunner:
         resident.was_absent(now)
         fds = stay.hand_over()
         resident.send("go", fds, seats=stay.record.slots, linked=bool(fds))
-        store_io.close_all(fds)
+        close_all(fds)
         stay.tell(
             messages.Started,
             now,
