@@ -31,7 +31,7 @@ from workers.hardware.accelerator import Accelerator
 from workers.process.wire import Wire
 from workers.ranks import shared_memory, turns
 from workers.ranks.host_bridge import HOME
-from workers.ranks.shared_memory import Arena
+from workers.ranks.shared_memory import STORED_LAND_BYTES, Arena
 from workers.ranks.turns import Turns
 from workers.switching import context_switch
 
@@ -477,7 +477,11 @@ class Hosts:
         for host in range(1, len(links)):
             links[HOME][host], links[host][HOME] = connected()
         self.hosts = hosts
-        made = [shared_memory.make(len(hosts), hosts, host) for host in range(len(links))]
+        # small: the garbage collector unmaps them late, and a process has room for 31 of full size
+        made = [
+            shared_memory.make(len(hosts), hosts, host, STORED_LAND_BYTES)
+            for host in range(len(links))
+        ]
         self.arenas = [Arena(handles) for handles in made]
         self.sent: list[tuple[int, int, int]] = []  # from, to, block
         for board in self.arenas:

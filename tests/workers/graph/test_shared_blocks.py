@@ -14,7 +14,7 @@ from workers.capture.capture import Surroundings
 from workers.graph.shared_blocks import _HEAD_BYTES, LARGE_BYTES, BlockTable
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import turns
-from workers.ranks.shared_memory import Arena, close, make
+from workers.ranks.shared_memory import STORED_LAND_BYTES, Arena, close, make
 from workers.ranks.turns import GangFailed, Turns
 
 BLOCKS = 8
@@ -30,7 +30,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def both(kind: str) -> Iterator[tuple[BlockTable, BlockTable]]:
     """The two sides of a table, here in one process."""
-    handles = make(2)
+    # small: the garbage collector unmaps them late, and a process has room for 31 of full size
+    handles = make(2, land_bytes=STORED_LAND_BYTES)
     turns.seat_all(Arena(handles), 2)
     around = Surroundings(code=Path("/nowhere"), scratch=Path("/nowhere"), ctx=None)
     sides = (Turns(Arena(handles), rank, apart=True) for rank in range(2))

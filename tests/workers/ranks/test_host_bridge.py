@@ -14,7 +14,7 @@ from tests.workers.gangs import Gangs, bits
 from tests.workers.ranks.test_process_group import WARM
 from workers.ranks import shared_memory
 from workers.ranks.rendezvous import Group, RemoteMembers, ascent, branches
-from workers.ranks.shared_memory import DEPTH, Arena
+from workers.ranks.shared_memory import DEPTH, STORED_LAND_BYTES, Arena
 from workers.ranks.turns import Turns, hosts_of
 
 RANKS = 3
@@ -124,7 +124,7 @@ def test_places_of_ended_groups_are_used_again_on_every_host(gangs: Gangs) -> No
 
 def test_call_that_is_just_being_claimed_is_no_mismatch() -> None:
     """Whose number stands there while what it is does not yet: a bridge waits for the whole."""
-    board = Arena(shared_memory.make(2, (0, 1), 1))
+    board = Arena(shared_memory.make(2, (0, 1), 1, STORED_LAND_BYTES))
     abroad, said = RemoteMembers(Turns(board, 1)), []
     index = abroad.exchange.index("pair", (0, 1))
     ticket = abroad.ticket(Group("pair", index, (0, 1), 0, (0, 1)), 0, "barrier()")

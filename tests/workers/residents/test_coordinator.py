@@ -25,7 +25,7 @@ from tests.workers.starts import start_of
 from workers.process.slab import Slab, made
 from workers.process.task_start import SlabImage
 from workers.process.wire import Wire, pair
-from workers.ranks.shared_memory import Arena, close, make
+from workers.ranks.shared_memory import STORED_LAND_BYTES, Arena, close, make
 from workers.residents import coordinator, remote_ranks
 from workers.residents.work import Work
 from workers.transfer import peer_auth
@@ -256,7 +256,7 @@ class Led:
         ]
         work = Work(wire=upwards, bulk=None, trust=None, slab=self.slab, watch=None)
         work.start = start_of({"job": "m:J"}, image=image)
-        self.handles = make(2)
+        self.handles = make(2, land_bytes=STORED_LAND_BYTES)
         self.conductor = coordinator.Conductor(work)
         self.conductor.ranks, self.conductor.board = self.ranks, Arena(self.handles)
 

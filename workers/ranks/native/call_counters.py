@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 from workers.ranks.shared_memory import GROUPS, Arena
-from workers.ranks.turns import TEXT, RankState, Turns, fail, state
+from workers.ranks.turns import TEXT, Turns, fail
 
 # Words of the table's head, behind those of `turns`, `rendezvous` and `kv_store`.
 HOLD = 24  # number of the order that lasts; 0 while the gate is open
@@ -72,7 +72,7 @@ class CallCounters:
         self._raise()
         try:
             if not passes:
-                self._wait_at_gate(self._may_pass)
+                self._wait_at_gate()
             self._count(index, text, shown)
             yield
         finally:
@@ -82,12 +82,10 @@ class CallCounters:
     def departure(self) -> Iterator[None]:
         """Wait at the gate, then let no order come to its point while this rank leaves a group, or
         the gang.
-
-        Another rank that still builds its groups needs this one.
         """
         self._raise()
         try:
-            self._wait_at_gate(self._may_leave)
+            self._wait_at_gate()
             yield
         finally:
             self._lower()
@@ -108,8 +106,8 @@ class CallCounters:
         with self._lock:
             self.words[self.me + INSIDE] -= 1
 
-    def _wait_at_gate(self, may: Callable[[], bool]) -> None:
-        while not may():
+    def _wait_at_gate(self) -> None:
+        while not self._may_pass():
             self._lower()
             try:
                 self.arena.wait_while(HOLD, self.words[HOLD], GATE_S)
@@ -123,14 +121,6 @@ class CallCounters:
             raise RuntimeError(f"its groups could not be built anew: {self.error}")
         is_there = self.words[DROP] == self.built
         return is_there and (not self.words[HOLD] or self._is_behind())
-
-    def _may_leave(self) -> bool:
-        return self._may_pass() and all(map(self._has_built, range(self.arena.ranks)))
-
-    def _has_built(self, rank: int) -> bool:
-        """True unless the rank is still to build its groups anew."""
-        is_there = state(self.arena, rank) not in (RankState.NEW, RankState.DONE)
-        return not is_there or self.words[self.arena.rank(rank) + BUILT] == self.words[DROP]
 
     def _is_behind(self) -> bool:
         words, arena = self.words, self.arena

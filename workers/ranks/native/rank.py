@@ -114,14 +114,18 @@ class NativeRank:
 
     def build(self, group: NativeGroup, order: int) -> None:
         """Make torch's own group, after this order, of the members that have not left it; waits
-        until all these make it.
+        until all these have made it.
 
-        Two members may still send each other messages when a third has left.
+        A member that has made its own could else leave at once, and gloo fails in a member that
+        still connects to it.  Two members may still send each other messages when a third has left.
         """
         prefix = f"{BACKEND}/{group.key} of {group.ranks} after {order}"
         group.there = [at for at, rank in enumerate(group.ranks) if self._is_in(group, rank)]
         store, place = PrefixStore(prefix, self.keys), group.there.index(group.me)
         group.inner = _inner(store, place, len(group.there), self.kind)
+        if store.add("made", 1) == len(group.there):
+            store.set("all made", "")
+        store.wait(["all made"])
 
     def _is_in(self, group: NativeGroup, rank: int) -> bool:
         has_ended = state(self.turns.arena, rank) == RankState.DONE
