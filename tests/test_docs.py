@@ -230,6 +230,27 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_glossary_has_at_most_sixty_words_and_each_is_used_in_the_code() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    words = re.findall(r"^\| ([a-zA-Z, ]+) \|", page, re.MULTILINE)[1:]
+    assert words == sorted(set(words))
+    assert 0 < len(words) <= 60
+    code = "\n".join(
+        path.read_text() for folder in ("app", "workers") for path in (ROOT / folder).rglob("*.py")
+    ).lower()
+    for each in ", ".join(words).split(", "):
+        assert re.search(rf"\b{each}s?\b", code), each
+
+
+def test_every_name_that_the_glossary_gives_exists() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    code = "\n".join(
+        path.read_text() for folder in ("app", "workers") for path in (ROOT / folder).rglob("*.py")
+    )
+    for name in re.findall(r"`([A-Z][A-Za-z]+)`", page):
+        assert re.search(rf"^class {name}\b", code, re.MULTILINE), name
+
+
 def test_every_benchmark_has_its_line() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     programs = {p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__"}
