@@ -257,6 +257,8 @@ OF_SCHEMA = {
     "DescriptorTask.devices": "Which devices the task takes, and how many.",
     "DeviceChoice.labels": "Labels that the device must have.",
     "DeviceChoice.needs": "Abilities that the device must have.",
+    "DeviceChoice.reservation": "Id of the reservation to whose devices it is confined; empty if"
+    " to none.",
     "DroppedFilesOut.files": "How many files.",
     "EventOut.message": "What happened, in a sentence.",
     "Explained.message": "Why it does not run, in a sentence.",

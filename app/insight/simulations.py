@@ -27,7 +27,7 @@ from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import Session
 
 from app.core.fairness.budget import Budget, budget_of, time_us
-from app.core.model.device_choice import with_packages
+from app.core.model.device_choice import with_packages, with_reservation
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
 from app.core.model.provisions.stop_rule import rule_in
@@ -344,7 +344,8 @@ def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -
         width=row.devices_min,
         kind=row.kind,
         memory_bytes=row.memory_bytes,
-        choice=with_packages(row.device_choice, ""),  # as if they were ready
+        # as if its packages were ready; in the windows of its reservation it may have any device
+        choice=with_reservation(with_packages(row.device_choice, ""), ""),
         priority=row.priority,
         tier=row.tier,
         after=after,

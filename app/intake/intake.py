@@ -596,7 +596,9 @@ _WRITE = text(
              reservation_state, submitted_at)
         select t.id, :id, :tenant, :user, t.ordinal, t.spec ->> 'name', t.spec ->> 'type',
             devices.kind, t.spec, devices.memory_bytes, devices.min, devices.max,
-            devices.across_hosts, t.choice, :tier, :priority,
+            devices.across_hosts,
+            concat_ws(',', nullif(t.choice, ''), case when r.device_ids != '[]' or r.labels != '[]'
+                then '@' || r.id end), :tier, :priority,
             case when start.hold then 'user' else '' end,
             case when t.awaits then 'waits' else '' end, start.not_before,
             coalesce(cast(t.spec #>> '{retry,max}' as int), -1), t.step,

@@ -96,6 +96,21 @@ def _mark(session: Session, reservation: str, standing: ReservationStanding) -> 
     session.execute(shown, execution_options={"synchronize_session": False})
 
 
+def confine(session: Session, it: Reservation) -> None:
+    """Let unfinished tasks of a reservation of certain devices start on these alone, and those of
+    another one on any.
+    """
+    mark = f"@{it.id}" if it.device_ids or it.labels else None
+    mine = Task.reservation_id == it.id, Task.state.not_in(ENDED)
+    query = select(Task.id).where(*mine).order_by(Task.id).with_for_update(key_share=True)
+    ids = session.scalars(query).all()
+    # `device_choice.text_of` writes the reservation last
+    others = func.regexp_replace(Task.device_choice, "(^|,)@[^,]*$", "")
+    choice = func.concat_ws(",", func.nullif(others, ""), mark)
+    written = update(Task).where(Task.id.in_(ids)).values(device_choice=choice)
+    session.execute(written, execution_options={"synchronize_session": False})
+
+
 def bereave(session: Session, reservation: str) -> None:
     """Let the unfinished tasks of a removed reservation show that it will not come back."""
     mine = Task.reservation_id == reservation, Task.state.not_in(ENDED)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -173,6 +174,7 @@ _DEVICE = (
     ).label("unfit"),
     DeviceRow.facts["stopping"].label("stopping"),
     func.coalesce(Reservation.user_id, Reservation.tenant_id).label("reserved_for"),
+    DeviceRow.reserved_by,
     *(DeviceRow.facts[name].label(name) for name in (*TRAITS, *NOW, "rack", "location")),
 )  # fmt: skip
 
@@ -190,7 +192,7 @@ def _device(row: AnyRow) -> BoardDevice:
         cost=row.cost_milli,
         lease_until_s=_seconds(row.lease_until) or 0.0,
         grace_s=row.grace_us / 1e6,
-        traits=traits_now(row._mapping),
+        traits=replace(traits_now(row._mapping), kept_for=row.reserved_by),
         rack=row.rack or "",
         inside=tuple(row.location or ()),
         reserved_for=row.reserved_for or "",

@@ -41,7 +41,7 @@ from app.db.transactions import Db, after_commit
 from app.db.user_limits import bound_of
 from app.errors import BadInput, Conflict, NotFound
 from app.identity import audit
-from app.intake import recurrences, reservations
+from app.intake import recurrences, reservations, reserved_tasks
 from app.messaging import outbox
 
 router = v1_router("reservations")
@@ -338,6 +338,7 @@ def _change(
     it.begins_at, it.ends_at, it.rule, it.timezone = times
     if devices is not None:
         _take_devices(session, it, devices)
+        reserved_tasks.confine(session, it)
     _check_room(session, it, found)
     reservations.reschedule(session, it, dict(found))
     reservations.put_in_force(session, freed=freed)

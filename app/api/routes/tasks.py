@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, get_args
 
@@ -439,7 +439,7 @@ def _must_fit(session: Session, task: Task, to: str) -> None:
         )
         raise BadInput.at("/to", told, "memory")
     choice = choice_in(task.device_choice)
-    if not choice.suits(traits_in(device.facts)):
+    if not choice.suits(replace(traits_in(device.facts), kept_for=device.reserved_by)):
         raise BadInput.at("/to", f"must be a device{choice.told}; {to} is none", "choice")
     if device.cordoned or session.get_one(Host, device.host).cordoned:
         raise BadInput.at("/to", f"{to} is drained and takes no new work", "cordoned")

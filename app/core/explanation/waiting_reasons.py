@@ -939,8 +939,7 @@ def _what(task: BoardTask) -> str:
 
 
 def _plural(what: str, n: int) -> str:
-    head, with_, rest = what.partition(" with")
-    return f"{head if n == 1 else f'{head}s'}{with_}{rest}"
+    return what if n == 1 else what.replace(" device", " devices", 1)
 
 
 def _is(n: int) -> str:

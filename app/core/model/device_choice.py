@@ -64,6 +64,8 @@ class DeviceTraits:
     gives: tuple[tuple[str, int], ...] = ()  # resource -> the most that one task may take
     # None: not known, or packages are installed at a launch
     builds: tuple[PackageBuild, ...] | None = None
+    # the id of the reservation that keeps this very device now; None: not known
+    kept_for: str | None = None
 
 
 NO_TRAITS = DeviceTraits()
@@ -98,6 +100,7 @@ class DeviceChoice:
     fraction_milli: int = WHOLE_MILLI
     resources: tuple[tuple[str, int], ...] = ()  # `provisions.resources`, sorted by name
     avoid_devices: tuple[str, ...] = ()  # ids of devices on which the task failed, sorted
+    reservation: str = ""  # id of a reservation of certain devices, which alone the task may have
 
     def suits(self, has: DeviceTraits, device: str = "") -> bool:
         """True if the device meets every field; `device` is its id."""
@@ -121,6 +124,8 @@ class DeviceChoice:
                 yield "needs"
         if self.resources and any(resources.lacking(self.resources, dict(has.gives))):
             yield "resources"
+        if self.reservation and has.kept_for not in (None, self.reservation):
+            yield "reservation"
 
     @property
     def lock(self) -> str:
@@ -153,6 +158,7 @@ class DeviceChoice:
             f" without label {' or '.join(self.avoid_labels)}" * bool(self.avoid_labels),
             f" that offers {' and '.join(self.lasting.needs)}" * bool(self.lasting.needs),
             f" that gives a task {resources.told_of(self.resources)}" * bool(self.resources),
+            " of the reservation that it names" * bool(self.reservation),
         ]
         return "".join(parts)
 
@@ -171,6 +177,7 @@ def text_of(choice: DeviceChoice) -> str:
         *([f"%{choice.fraction_milli}"] if choice.fraction_milli < WHOLE_MILLI else ()),
         *(f"&{name}={most}" for name, most in choice.resources),
         *(f"~{device}" for device in choice.avoid_devices),
+        *([f"@{choice.reservation}"] if choice.reservation else ()),  # last: `reserved_tasks`
     )
     return ",".join(items)
 
@@ -180,6 +187,11 @@ def with_packages(text: str, lock: str) -> str:
     choice = choice_in(text).lasting
     needs = (*choice.needs, PACKAGES + lock) if lock else choice.needs
     return text_of(replace(choice, needs=tuple(sorted(needs))))
+
+
+def with_reservation(text: str, reservation: str) -> str:
+    """Return the text of a choice of devices of this reservation alone; "" for any."""
+    return text_of(replace(choice_in(text), reservation=reservation))
 
 
 @lru_cache(maxsize=4096)
@@ -206,6 +218,7 @@ def choice_in(text: str) -> DeviceChoice:
         fraction_milli=int("".join(named("%")) or WHOLE_MILLI),
         resources=tuple(_resource(said) for said in named("&")),
         avoid_devices=named("~"),
+        reservation="".join(named("@")),
     )
 
 

@@ -375,8 +375,10 @@ _MEMBERS = text(
             reservation_id, reservation_state, submitted_at)
         select m.id, lot.request_id, lot.tenant_id, lot.user_id, m.island, lot.id, m.index,
             m.member_values, lot.ordinal, m.name, lot.type, lot.kind, m.spec, lot.memory_bytes,
-            lot.devices_min, lot.devices_max, lot.across_hosts, m.choice, lot.tier, lot.priority,
-            lot.retry_max, lot.step, lot.reservation_id, lot.reservation_state, lot.submitted_at
+            lot.devices_min, lot.devices_max, lot.across_hosts,
+            concat_ws(',', nullif(m.choice, ''), substring(lot.device_choice, '(@[^,]*)$')),
+            lot.tier, lot.priority, lot.retry_max, lot.step, lot.reservation_id,
+            lot.reservation_state, lot.submitted_at
         from tasks lot, member m where lot.id = :lot
     ),
     needed as (

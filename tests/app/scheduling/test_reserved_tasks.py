@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
+from app.core.model.device_choice import with_reservation
 from app.core.model.lifecycle import State
+from app.core.model.snapshot import Plan
+from app.core.scheduling.cycle import decide
+from app.db import transactions
 from app.db.models import (
     Device,
     Host,
@@ -182,6 +186,58 @@ def test_ended_tasks_are_not_marked(reserve, submit, standing, session):
     assert standing(task) == "planned"
 
 
+# --- certain devices ------------------------------------------------------------------------------
+
+
+def planned(session) -> Plan:
+    """Return what the island would do now."""
+    reservations.look(session)
+    session.commit()
+    now_s = transactions.now_s(session)
+    return decide(snapshot_reader.load(session, "isle", now_s=now_s), now_s=now_s)
+
+
+def launched(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {one.task: one.devices for one in plan.decisions if one.move == "Launch"}
+
+
+def test_task_of_a_reservation_of_certain_devices_starts_on_these_alone(reserve, submit, session):
+    reserve(hours=-0.5, devices={}, device_ids=["h.1"])
+    first, second = submit(), submit()
+    assert launched(planned(session)) == {first.id: ("h.1",)}
+    session.execute(update(Device).where(Device.id == "h.1").values(cordoned=True))
+    session.commit()
+    plan = planned(session)
+    assert launched(plan) == {}
+    assert "cpu device of the reservation that it names" in plan.reasons[second.id][0].message
+
+
+def test_change_of_a_reservation_changes_where_its_tasks_may_start(root, reserve, submit, session):
+    id = reserve(hours=-0.5, devices={}, device_ids=["h.1"])
+    task = submit()
+    mine = with_reservation(task.device_choice, "")
+    assert task.device_choice == with_reservation(mine, id)
+
+    def changed(**body: Any) -> str:
+        answer = root.patch("/v1/reservations/workshop", json=body)
+        assert answer.status_code == 200, answer.text
+        session.refresh(task)
+        return task.device_choice
+
+    assert changed(devices={"cpu": 1}) == mine
+    assert changed(device_ids=["h.0"]) == with_reservation(mine, id)
+    assert changed(note="no devices") == with_reservation(mine, id)
+
+
+def test_task_cannot_be_moved_from_the_devices_of_its_reservation(red, reserve, submit, session):
+    reserve(hours=-0.5, devices={}, device_ids=["h.1"])
+    task = submit()
+    reservations.look(session)
+    session.commit()
+    answer = red.post(f"/v1/tasks/{task.id}/migrate", json={"to": "h.0"})
+    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "choice"), answer.text
+
+
 # --- what may be submitted ------------------------------------------------------------------------
 
 
@@ -274,6 +330,15 @@ def test_lot_makes_its_members_inside_a_window(reserve, submit, standing, sessio
     assert session.get_one(Lot, lot.id).live == 2
     move(session, id, by=-HOUR)
     assert standing(made[0]) == "ended"
+
+
+def test_members_of_a_lot_are_confined_as_the_lot_is(reserve, submit, session):
+    id = reserve(hours=-0.5, devices={}, device_ids=["h.1"])
+    lot = submit(array={"count": 1})
+    journal.look_at_lots(session)
+    session.commit()
+    [member] = session.scalars(select(Task).where(Task.lot_id == lot.id, Task.lot_index == 0))
+    assert member.device_choice == lot.device_choice == with_reservation(lot.device_choice, id)
 
 
 def test_member_that_starts_again_waits_until_control_has_looked(

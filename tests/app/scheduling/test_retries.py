@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import func, select
 
 from app.core.model import descriptor as descriptors
-from app.core.model.device_choice import choice_in
+from app.core.model.device_choice import choice_in, with_reservation
 from app.core.model.protocol.messages import Alive, Failed, ResidentView
 from app.core.model.retry_decision import AVOIDED_S
 from app.db import transactions
@@ -181,6 +181,13 @@ class TestGrowth:
         assert choice_in(task.device_choice).resources == (("memory", 1_500_000_000),)
         told = "Then resources.memory_bytes grows from 953.7 MiB to 1.4 GiB."
         assert last_event(session).message.endswith(told)
+
+    def test_task_that_grows_stays_confined_to_its_reservation(self, session, run):
+        task = run({"max": 3, "rules": [self.RULE]}, resources={"memory_bytes": 10**9})
+        task.device_choice = with_reservation(task.device_choice, "rsv_1")
+        fail(session, task, "memory")
+        assert choice_in(task.device_choice).reservation == "rsv_1"
+        assert choice_in(task.device_choice).resources == (("memory", 1_500_000_000),)
 
     def test_nothing_grows_beyond_what_a_device_gives(self, session, run):
         task = run({"max": 3, "rules": [self.RULE]}, resources={"memory_bytes": 1_900_000_000})

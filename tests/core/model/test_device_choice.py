@@ -112,6 +112,15 @@ def test_facts_without_traits_are_those_of_an_older_worker() -> None:
     assert traits_in(facts) == found
 
 
+def test_confined_task_suits_the_devices_of_its_reservation() -> None:
+    choice = DeviceChoice(reservation="rsv_1")
+    assert choice.suits(DeviceTraits(kept_for="rsv_1"))
+    assert not choice.suits(DeviceTraits(kept_for=""))
+    assert not choice.suits(DeviceTraits(kept_for="rsv_2"))
+    assert choice.suits(DeviceTraits())  # where nobody asks which device is kept
+    assert choice.told == " of the reservation that it names"
+
+
 names = st.lists(st.from_regex(NAME, fullmatch=True), unique=True, max_size=4)
 needs = st.lists(st.from_regex(NEED, fullmatch=True), unique=True, max_size=4)
 labels = names.map(lambda found: tuple(sorted(found)))
@@ -125,6 +134,7 @@ choices = st.builds(
     resources=st.dictionaries(
         st.sampled_from(sorted(FIELDS)), st.integers(1, 2**50), max_size=4
     ).map(lambda found: tuple(sorted(found.items()))),
+    reservation=st.sampled_from(("", "rsv_0Az")),
 )
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from app.core.model import descriptor as descriptors
 from app.core.model import failure_causes, retry_decision
 from app.core.model.descriptor import MAX_DURATION_S, TaskDescriptor
-from app.core.model.device_choice import TRAITS, traits_in
+from app.core.model.device_choice import TRAITS, choice_in, traits_in, with_reservation
 from app.core.model.protocol.messages import Failed
 from app.core.model.provisions.retry import ELSEWHERE, FAIL, RetryRule
 from app.core.model.retry_decision import HELD_BY_RULE, AttemptFailure, RetryDecision
@@ -109,7 +109,8 @@ def _grow(session: Session, task: Task, decision: RetryDecision, rule: RetryRule
         return replace(decision, do=FAIL, told=told_it, attempts=task.attempts)
     task.descriptor = descriptors.as_json(spec)
     task.memory_bytes = spec.devices.memory_bytes
-    task.device_choice = descriptors.choice_text(spec)
+    reservation = choice_in(task.device_choice).reservation
+    task.device_choice = with_reservation(descriptors.choice_text(spec), reservation)
     return replace(decision, told=f"{decision.told} Then {sentence}.")
 
 

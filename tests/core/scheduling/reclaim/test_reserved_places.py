@@ -134,3 +134,26 @@ def test_random_islands_settle_with_each_wanted_device_at_its_owner(seed: int) -
     for device, owner in owners.items():
         if any(board.tasks[id].tenant == owner for id in board.tasks if id in board.tree):
             assert board.tasks[board.seated[device]].tenant == owner
+
+
+def confined(drawn: Snapshot, *kept: str) -> Snapshot:
+    """Let a name a reservation that keeps these devices for its tenant."""
+    drawn = reserved(drawn, **dict.fromkeys(kept, "a"))
+    devices = {
+        id: replace(each, traits=DeviceTraits(kept_for="r" if id in kept else ""))
+        for id, each in drawn.devices.items()
+    }
+    tasks = {**drawn.tasks, "a": replace(drawn.tasks["a"], choice="@r")}
+    return replace(drawn, devices=devices, tasks=tasks)
+
+
+def test_task_that_names_a_reservation_of_certain_devices_starts_on_no_other() -> None:
+    drawn = island(". b", queue="a", used={"a": 900})
+    assert seats(plan(drawn)) == "d0: a"
+    assert seats(plan(confined(drawn, "d1"))) == "d1: b>a"
+
+
+def test_task_waits_and_says_why_where_its_reservation_keeps_no_device() -> None:
+    found = plan(confined(island(". b", queue="a")))
+    assert seats(found) == ""
+    assert "of the reservation that it names" in found.reasons["a"][0].message
