@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sqlalchemy import func, text
@@ -148,6 +151,25 @@ def what_is_spared_stays_spared() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def answers_have_the_fields_of_their_models() -> Iterator[None]:
     with answer_keys.checked():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def calls_of_a_test_share_an_event_loop() -> Iterator[None]:
+    """Each call of a `TestClient` would start a thread, an event loop and a pool of threads."""
+    started, lock = list[BlockingPortal](), threading.Lock()
+
+    @contextlib.contextmanager
+    def portal_of_the_test(client: TestClient) -> Iterator[BlockingPortal]:
+        with lock:
+            if not started:
+                started.append(loop.enter_context(start_blocking_portal()))
+        yield client.portal or started[0]
+
+    with (
+        contextlib.ExitStack() as loop,
+        mock.patch.object(TestClient, "_portal_factory", portal_of_the_test),
+    ):
         yield
 
 

@@ -195,6 +195,7 @@ class TestMeta:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):
         monkeypatch.setattr(probes, "failures", Failures())
+        monkeypatch.setattr(probes, "HOLDS_S", 0.0)  # each call of a test checks anew
 
     def test_readyz_answers_200_when_everything_is_up(self, as_, session, control):
         answer = as_("").get("/readyz")
@@ -215,6 +216,7 @@ class TestMeta:
         took = mock.Mock(wraps=probes._takes_rows)
         monkeypatch.setattr(probes, "_takes_rows", took)
         monkeypatch.setattr(probes, "HEARD_S", 0.1)
+        monkeypatch.setattr(probes, "HOLDS_S", 60.0)
 
         async def ask():
             transport = httpx2.ASGITransport(app)
