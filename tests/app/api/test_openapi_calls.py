@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import requests
 import schemathesis
 from fastapi import FastAPI
 from schemathesis import engine
@@ -132,7 +133,10 @@ def called(app: FastAPI, key: str, config: dict[str, Any], *, only: Collection[s
     if only:  # `operations` of the configuration include all, so the others must be excluded
         schema = schema.exclude(name=sorted(_operations(app) - {*only}))
     found = Found()
-    with mock.patch.object(changes, "closing", True):  # streams end, and nobody waits
+    with (
+        mock.patch.object(changes, "closing", True),  # streams end, and nobody waits
+        mock.patch.object(requests.sessions, "get_environ_proxies", return_value={}),
+    ):
         for event in engine.from_schema(schema).execute():
             _note(found, event)
     return found
