@@ -199,7 +199,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, Value]]:
         tag, at = read_varint(data, at)
         number, wire = tag >> 3, tag & 7
         if tag > _TAG_MAX or not number:
-            raise BadRecord("a field has no number")
+            raise BadRecord("expected a field number from 1 to 2^29 - 1; got another tag")
         if wire == _VARINT:
             value, at = read_varint(data, at)
             yield number, wire, value

@@ -249,7 +249,7 @@ class Residency:
             resident.measured_bytes = None
         memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now_us())
         if turn > resident.turn:
-            raise Nonsense("it says what is away without being asked")
+            raise Nonsense("it reported memory moved off the device, but had no order to move any")
         if turn < resident.turn:
             return  # a newer order is on its way, and its answer will follow
         resident.measure()

@@ -460,7 +460,7 @@ def _set_variables(descriptor: JSON, env: list[str], secrets: list[str]) -> None
 
 
 def _set_lot(descriptor: JSON, array: str, matrix: list[str], max_failures: float | None) -> None:
-    """Make the only task a lot."""
+    """Turn the request's only task into a lot, by its options --array, --matrix and the like."""
     if not (array or matrix or max_failures is not None):
         return
     task = _only_task(

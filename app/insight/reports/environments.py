@@ -1,4 +1,4 @@
-"""Environments of tenants, and the hosts where they lie built."""
+"""Lists the environments of tenants, and the hosts on which each one is built."""
 
 from __future__ import annotations
 

@@ -52,11 +52,11 @@ def test_any_bytes_are_a_record_or_refused(data):
     [
         (b"\x80" * 11, "a number has no end"),
         (b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x02", "a number has no end"),
-        (b"\x00\x01", "a field has no number"),
+        (b"\x00\x01", "expected a field number"),
         (b"\x0b", "unknown form"),  # a group
         (b"\x0a\x05abc", "truncated"),
         (b"\x09abc", "truncated"),
-        (varint((2**29 + 1) << 3) + b"\x00", "a field has no number"),
+        (varint((2**29 + 1) << 3) + b"\x00", "expected a field number"),
     ],
 )
 def test_what_readers_may_understand_differently_is_refused(data, told):

@@ -203,9 +203,9 @@ class ResultStore:
         told: str,
         ranked: JSON,
     ) -> None:
-        """Report an image.
+        """Tell the resident and the island how the writing of its image to the store ended.
 
-        `told` is why it has no processes, if the stub could not announce any.
+        `told` is the stub's reason why a command's image holds no processes; empty if it does.
         """
         resident.saves -= 1
         if isinstance(stored, BaseException):

@@ -85,8 +85,9 @@ class GangPatience:
         return pool is not None and task.width > self.policy.aged_share * pool.size()
 
     def may_age(self, task: BoardTask) -> bool:
-        """True if, with this task, gangs whose patience has ended stay within their share of
-        devices.
+        """Return whether this gang may go ahead of others now that its patience has ended.
+
+        Such gangs together hold at most the share `aged_share` of the devices of their kind.
         """
         pool = self.pools.get(task.kind)
         if pool is None or not self._ages(task):
