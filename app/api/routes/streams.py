@@ -83,9 +83,9 @@ _ALSO_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": _EVENT_STREA
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Holds rows in order, and the cursor `after` of the last one; `more`: there may be further
-    rows.
+    """Holds the rows that one look found for a stream, in order.
 
+    `after` is the cursor of the last row, and `more` says that there may be further rows.
     `settled` is False if there may be rows that cannot be sent yet.
     """
 

@@ -166,7 +166,7 @@ class ResidentListener:
 
     def _take(self, resident: Resident, message: JSON) -> None:
         if resident.is_resting:
-            raise Nonsense(f"it says {message['is']!r:.100} between two functions")
+            raise Nonsense(f"it sent {message['is']!r:.100}, but no function of its own runs now")
         heard = self.handlers.get(message["is"])
         if heard is None:
             raise Nonsense(f"it says {message['is']!r:.100}")

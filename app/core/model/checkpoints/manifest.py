@@ -298,7 +298,9 @@ def _rank(body: Any, path: str) -> RankImage:
     listed = _list(fields.get("parts"), f"{path}.parts")
     parts = tuple(_part(one, f"{path}.parts[{n}]") for n, one in enumerate(listed))
     if not parts:
-        raise BadManifest(f"{path}.parts", "an image has a graph at least")
+        raise BadManifest(
+            f"{path}.parts", "must name at least one part, the object graph; got none"
+        )
     listed = _list(fields.get("chunks"), f"{path}.chunks")
     chunks = tuple(_chunk(one, f"{path}.chunks[{n}]") for n, one in enumerate(listed))
     _must_cover(parts, chunks, f"{path}.chunks")
