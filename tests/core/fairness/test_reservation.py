@@ -14,6 +14,7 @@ from app.core.fairness.reservation import (
     lead_s,
     owed,
 )
+from tests.thoroughness import over_seeds
 
 INSTANTS = range(60)
 
@@ -70,7 +71,7 @@ def test_a_shortage_names_the_first_window_that_does_not_fit():
     assert there.shortage(wanted[:1], {}) == ("cuda", 0, 5, 0, 2)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@over_seeds(range(200))
 def test_free_times_are_all_that_are_long_enough(seed):
     chance = random.Random(seed)
     has = {"cpu": chance.randrange(1, 6), "cuda": 8}

@@ -6,10 +6,9 @@ import random
 from collections import Counter
 from itertools import chain, combinations
 
-import pytest
-
 from app.core.fairness.reservation import Reserved, ReservedTime
 from app.core.fairness.reserved_devices import Demand, matched
+from tests.thoroughness import over_seeds
 
 DEVICES = [f"d{n}" for n in range(6)]
 
@@ -30,7 +29,7 @@ def most_filled(demands: list[Demand]) -> int:
     return sum(one.number for one in demands) - max(missing)
 
 
-@pytest.mark.parametrize("seed", range(500))
+@over_seeds(range(500), at_once=100)
 def test_as_many_devices_as_can_be_are_given_and_earlier_demands_are_filled_first(
     seed: int,
 ) -> None:
@@ -60,7 +59,7 @@ def test_a_device_stays_where_it_was_unless_another_demand_needs_it() -> None:
     assert matched([either], {"d0": "gone"}) == {"d0": "either"}
 
 
-@pytest.mark.parametrize("seed", range(1000))
+@over_seeds(range(1000), at_once=100)
 def test_certain_devices_are_never_promised_twice_and_what_fits_is_not_refused(seed: int) -> None:
     chance, has, accepted = random.Random(seed), {"cpu": len(DEVICES)}, list[ReservedTime]()
     for n in range(chance.randrange(9)):

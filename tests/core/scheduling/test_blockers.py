@@ -23,7 +23,7 @@ from app.core.scheduling.blockers import WaitingBranch, before
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import decide
 from tests.core.pictures import NOW_S, island, seats
-from tests.thoroughness import seeds
+from tests.thoroughness import over_seeds
 
 SECOND = 10**6 << FIXED_POINT_BITS
 
@@ -70,7 +70,7 @@ def tree_of(chance: random.Random, *, tied: bool = False) -> Snapshot:
     )
 
 
-@pytest.mark.parametrize("seed", seeds(range(300)))
+@over_seeds(range(300))
 def test_place_of_a_task_is_that_of_picking_one_by_one(seed: int) -> None:
     drawn = tree_of(random.Random(seed))
     told = {task.id: blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()}
@@ -79,7 +79,7 @@ def test_place_of_a_task_is_that_of_picking_one_by_one(seed: int) -> None:
     assert sorted(told.values()) == list(range(1, len(picked) + 1))
 
 
-@pytest.mark.parametrize("seed", seeds(range(50)))
+@over_seeds(range(50))
 def test_no_two_tasks_share_a_place_even_if_equally_served(seed: int) -> None:
     drawn = tree_of(random.Random(seed), tied=True)
     told = [blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()]
@@ -203,7 +203,7 @@ def test_every_reason_code_has_a_rank_and_an_actor() -> None:
     assert set(waiting_reasons.CODES.values()) == {"wait", "change_request", "ask_admin"}
 
 
-@pytest.mark.parametrize("seed", seeds(range(200)))
+@over_seeds(range(200))
 def test_first_of_few_waiting_tasks_is_picked_first(seed):
     drawn = board(tree_of(random.Random(seed)))
     few = random.Random(seed).sample(sorted(drawn.tasks), k=min(4, len(drawn.tasks)))

@@ -6,8 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from app.core.fairness.fair_tree import lane
 from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.snapshot import Plan, Policy, Snapshot
@@ -17,7 +15,7 @@ from app.core.scheduling.pool import Pool
 from app.core.scheduling.reclaim.defragment import moves
 from app.core.scheduling.record import as_json, from_json
 from tests.core.pictures import NOW_S, codes, island, seats
-from tests.thoroughness import seeds
+from tests.thoroughness import over_seeds
 
 NO_SPOT: dict[str, Any] = {"choice": "-spot"}
 
@@ -90,7 +88,7 @@ def test_a_recorded_snapshot_keeps_labels() -> None:
     assert from_json(as_json(drawn)) == drawn
 
 
-@pytest.mark.parametrize("seed", seeds(range(50)))
+@over_seeds(range(50))
 def test_counts_are_those_of_the_devices_that_suit(seed: int) -> None:
     dice = random.Random(seed)
     pool = Pool("cpu")

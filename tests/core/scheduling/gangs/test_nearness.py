@@ -18,7 +18,7 @@ from app.core.scheduling.gangs.nearness import Location, common, nearest, told
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.record import as_json, from_json
 from tests.core.pictures import NOW_S, island
-from tests.thoroughness import seeds
+from tests.thoroughness import over_seeds
 
 WIDE: dict[str, Any] = {"width": 2, "across_hosts": True}
 
@@ -149,7 +149,7 @@ def drawn_locations(dice: random.Random, n: int) -> dict[str, Location]:
     return {f"d{i}": one() for i in range(n)}
 
 
-@pytest.mark.parametrize("seed", seeds(range(60)))
+@over_seeds(range(60))
 def test_chosen_devices_are_as_near_as_any_and_in_as_few_parts(seed: int) -> None:
     dice = random.Random(seed)
     locations = drawn_locations(dice, dice.randint(2, 8))
@@ -166,7 +166,7 @@ def test_chosen_devices_are_as_near_as_any_and_in_as_few_parts(seed: int) -> Non
     assert quality(tuple(chosen)) == max(map(quality, combinations(ids, count)))
 
 
-@pytest.mark.parametrize("seed", seeds(range(40)))
+@over_seeds(range(40))
 def test_devices_beside_others_share_the_most_with_them(seed: int) -> None:
     dice = random.Random(seed)
     locations = drawn_locations(dice, 8)
@@ -181,7 +181,7 @@ def test_devices_beside_others_share_the_most_with_them(seed: int) -> None:
     assert min(map(shared, chosen)) >= max(others)
 
 
-@pytest.mark.parametrize("seed", seeds(range(60)))
+@over_seeds(range(60))
 def test_a_gang_takes_devices_of_the_same_classes_with_locations_as_without(seed: int) -> None:
     """Of the same memory, leaving or not, waited for or not: what is left for others is equal."""
     dice = random.Random(seed)
@@ -205,7 +205,7 @@ def test_a_gang_takes_devices_of_the_same_classes_with_locations_as_without(seed
         assert near.best(here, None, pinned) == near.best(here, None, pinned), "it takes nothing"
 
 
-@pytest.mark.parametrize("seed", seeds(range(40)))
+@over_seeds(range(40))
 def test_the_same_tasks_start_in_the_same_order_with_locations_as_without(seed: int) -> None:
     dice = random.Random(seed)
     cells = " ".join(dice.choice([".", ".", "a", "b'", "c"]) for _ in range(8))

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from app.core.model.lifecycle import Move, State
 from app.core.model.snapshot import BoardTask, Policy, Snapshot, changed
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.reclaim.defragment import moves
 from tests.core.pictures import NOW_S, island
-from tests.thoroughness import seeds
+from tests.thoroughness import over_seeds
 
 GB = 2**30
 BIG = {"memory_bytes": 6 * GB}
@@ -235,7 +233,7 @@ def test_task_that_can_go_on_elsewhere_gives_way_before_one_that_begins_again() 
 NO_SLICES = Policy(half_life_s=0.0, slice_min_s=0.0, slice_max_s=0.0, fresh_s=0.0)
 
 
-@pytest.mark.parametrize("seed", seeds(range(300)))
+@over_seeds(range(300))
 def test_moves_make_no_cycle_and_leave_no_device_idle_beside_a_frozen_task(seed: int) -> None:
     """Slices have no length, so that a cycle would show at one instant."""
     dice = random.Random(seed)

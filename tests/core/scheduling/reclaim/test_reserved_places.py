@@ -6,13 +6,12 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 
-import pytest
-
 from app.core.model.device_choice import DeviceTraits
 from app.core.model.snapshot import Plan, Policy, Snapshot
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from tests.core.pictures import NOW_S, codes, island, seats
+from tests.thoroughness import over_seeds
 
 
 def reserved(snapshot: Snapshot, **owners: str) -> Snapshot:
@@ -116,7 +115,7 @@ def test_limit_of_the_owner_holds() -> None:
     assert seats(plan(replace(drawn, tenants=tenants))) == ""
 
 
-@pytest.mark.parametrize("seed", range(200))
+@over_seeds(range(200))
 def test_random_islands_settle_with_each_wanted_device_at_its_owner(seed: int) -> None:
     chance = random.Random(seed)
     cells = " ".join(chance.choice("abcd.") for _ in range(6))
