@@ -91,7 +91,9 @@ def service(committed: None, tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.mark.slow
-def test_limits_and_metrics_of_two_processes_count_together(service: Service) -> None:
+def test_two_processes_count_together_and_end_with_the_one_that_started_them(
+    service: Service,
+) -> None:
     one, other = service.connections()
     of_one = [service.call(one, "/v1/me", "red.member")[0] for _ in range(READS_PER_MIN + 1)]
     of_other = service.call(other, "/v1/me", "red.member")[0]
@@ -109,10 +111,6 @@ def test_limits_and_metrics_of_two_processes_count_together(service: Service) ->
         }
         assert answered == {"200": 2.0, "429": 2.0}
 
-
-@pytest.mark.slow
-def test_processes_end_with_the_process_that_started_them(service: Service) -> None:
-    service.connections()
     children = service.process.children()
     service.process.kill()
     _, alive = psutil.wait_procs(children, timeout=PATIENT_S)
