@@ -5,6 +5,7 @@ eight, of which a test opens those that it needs.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,16 +41,23 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Residents
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], DeviceRig]]:
-    """Gives the worker of a device of the host, by its number; all are closed at the end."""
+    """Gives the worker of a device of the host, by its number; all are closed at the end.
+
+    The folder `driver` of its home has the settings of all devices.
+    """
     folder = tmp_path_factory.mktemp("host")
-    (folder / "sim").mkdir()
-    for path in (folder, folder / "sim"):
+    for path in (folder, folder / "sim", folder / "driver"):
+        path.mkdir(exist_ok=True)
         path.chmod(0o755)
+    for number in range(DEVICES):
+        (folder / "driver" / f"h.{number}.json").write_text("{}")
+        settings = json.dumps({"power_limit_w": {"value": 300}})
+        (folder / "driver" / f"h.{number}.settings.json").write_text(settings)
     allocations = HostAllocations()
     accesses = [_access(folder / "sim", number) for number in range(DEVICES)]
     for number, access in enumerate(accesses):
         has_room = partial(allocations.note_room, f"h.{number}", has_room=True)
-        allocations.serve(f"h.{number}", "sim", access, has_room)
+        allocations.serve(f"h.{number}", "sim", access, has_room, _take_any_preset)
     opened: dict[int, DeviceRig] = {}
 
     def worker(number: int) -> DeviceRig:
@@ -61,6 +69,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], D
                 access=accesses[number],
                 memory_bytes=64 * MB,
                 allocations=allocations,
+                monitor=f"file:{folder / 'driver'}",
             )
             rig.open()
         return opened[number]
@@ -68,6 +77,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], D
     yield worker
     for rig in opened.values():
         rig.close()
+
+
+def _take_any_preset(home: str, wanted: object, then: Callable[[None], None]) -> None:
+    then(None)
 
 
 def _access(home: Path, number: int) -> DeviceAccess:

@@ -165,7 +165,7 @@ class Supervisor(threading.Thread):
             *(self.mounts, self.egress),
         )
         self.starter.images = self.images
-        self.change = SandboxChange(house, stays, side, self.starter)
+        self.change = SandboxChange(house, stays, side, self.starter, self.presets)
         self.hosts.on_other_devices = self.change.begin
         self.exits = ResidentExits(
             *(stays, self.listener, self.spawner, self.storing, side, self.egress, self.change)
@@ -329,7 +329,9 @@ class Supervisor(threading.Thread):
             self.spawner.count_device_memory(is_counted=self.health.has_monitor)
         self.spawner.open(self._lock_fd)
         house = self.house
-        house.allocations.serve(house.device, house.kind, house.access, self._look_again)
+        house.allocations.serve(
+            *(house.device, house.kind, house.access, self._look_again, self.presets.set_for)
+        )
 
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -3,7 +3,8 @@
 A task may hold several devices of its host.  The supervisor of its home device runs its processes,
 in a sandbox that shows all of them.  It takes from here how processes use the other devices, and
 claims the memory that its task holds there.  The supervisors of these devices count the claims as
-used, and have paused tasks make room.
+used, and have paused tasks make room.  It also has the other devices set as the preset of its task
+says (`workers.device.host.device_presets`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from workers.process.isolation.device_access import DeviceAccess, NoSuchDevice
+
+JSON = dict[str, Any]
+#: Sets a device for a task of the home device that is named, and tells once, in any thread, whether
+#: that has failed.  None instead of settings: the task is no longer there.
+SetPreset = Callable[[str, JSON | None, Callable[[Exception | None], None]], None]
 
 
 @dataclass(slots=True)
 class _Served:
-    """Describes a device that is served now."""
+    """Describes a device that is served now; any thread may call its functions."""
 
     kind: str
     access: DeviceAccess
-    wake: Callable[[], None]  # lets the supervisor look at once; any thread may call it
+    wake: Callable[[], None]  # lets the supervisor look at once
+    set_preset: SetPreset
     has_room: bool = True  # False until its supervisor has made room for all claims
     claims: dict[str, int] = field(default_factory=dict)  # bytes, by home device
 
@@ -33,17 +41,29 @@ class HostAllocations:
         self._lock = threading.Lock()
         self._served: dict[str, _Served] = {}
 
-    def serve(self, device: str, kind: str, access: DeviceAccess, wake: Callable[[], None]) -> None:
+    def serve(
+        self,
+        device: str,
+        kind: str,
+        access: DeviceAccess,
+        wake: Callable[[], None],
+        set_preset: SetPreset,
+    ) -> None:
         with self._lock:
             before = self._served.get(device)
             claims = {} if before is None else before.claims
-            self._served[device] = _Served(kind, access, wake, claims=claims)
+            self._served[device] = _Served(kind, access, wake, set_preset, claims=claims)
 
     def leave(self, device: str) -> None:
-        """Serve the device no more; its tasks hold nothing on other devices."""
+        """Serve the device no more; its tasks hold nothing on other devices, and want nothing set
+        there.
+        """
         self.claim(device, {})
         with self._lock:
             self._served.pop(device, None)
+            others = [*self._served.values()]
+        for one in others:
+            one.set_preset(device, None, lambda error: None)
 
     def access(self, home: str, guests: Sequence[str]) -> DeviceAccess:
         """Return the access to a device and to further ones of its kind, in this order.
@@ -92,6 +112,21 @@ class HostAllocations:
         with self._lock:
             found = self._served.get(device)
             return 0 if found is None else sum(found.claims.values())
+
+    def set_preset(
+        self,
+        device: str,
+        home: str,
+        wanted: JSON | None,
+        then: Callable[[Exception | None], None],
+    ) -> None:
+        """Have a device set for a task of another home device (`SetPreset`).
+
+        Raises NoSuchDevice.
+        """
+        with self._lock:
+            found = self._find(device)
+        found.set_preset(home, wanted, then)
 
     def note_room(self, device: str, *, has_room: bool) -> None:
         """Note whether the device has room for all that is claimed there."""

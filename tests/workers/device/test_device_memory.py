@@ -156,7 +156,7 @@ def test_paused_tasks_make_room_for_a_command_that_holds_the_device_as_a_guest(c
     ended: list[Resident] = []
     residency = _residency(paused, ended=ended)
     allocations = residency.house.allocations
-    allocations.serve("h.0", "sim", DeviceAccess(), lambda: None)
+    allocations.serve("h.0", "sim", DeviceAccess(), lambda: None, lambda *asked: None)
     allocations.claim("h.1", {"h.0": 8 * GB})
     residency.look(1)
     assert (residency.free_bytes, ended) == (2 * GB, [])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.workers.starts import start_of
 from workers.process.host_allocations import HostAllocations
 from workers.process.isolation.device_access import DeviceAccess, NoSuchDevice, find_access
+
+
+def no_presets(home: str, wanted: Any, then: Any) -> None:
+    then(None)
 
 
 @pytest.fixture
@@ -20,8 +26,9 @@ def host() -> tuple[HostAllocations, list[str]]:
         nodes = (Path(f"/dev/x{number}"), Path("/dev/xctl"))
         access = find_access("sim", str(number), environ={"SIM_HOME": "/x"}, nodes=nodes)
         device = f"h.{number}"
-        allocations.serve(device, "sim", access, lambda device=device: woken.append(device))
-    allocations.serve("h.9", "other", DeviceAccess(), lambda: woken.append("h.9"))
+        wake = partial(woken.append, device)
+        allocations.serve(device, "sim", access, wake, no_presets)
+    allocations.serve("h.9", "other", DeviceAccess(), partial(woken.append, "h.9"), no_presets)
     return allocations, woken
 
 
@@ -82,5 +89,5 @@ def test_claims_outlive_a_supervisor_that_is_started_anew(host):
     """The claim comes again with the next round of its home; until then it is kept."""
     allocations, _ = host
     allocations.claim("h.0", {"h.1": 5})
-    allocations.serve("h.1", "sim", DeviceAccess(id="1"), lambda: None)
+    allocations.serve("h.1", "sim", DeviceAccess(id="1"), lambda: None, no_presets)
     assert allocations.claimed_bytes("h.1") == 5

@@ -5,14 +5,17 @@ When its devices change, it goes on in another sandbox, and no step goes to the 
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.core.model.protocol.messages import (
+    Failed,
     Finished,
     Paused,
     Resize,
@@ -116,6 +119,63 @@ def test_orders_during_a_change_are_obeyed(host, undisturbed, seed):
         train(rig, task, epoch + 1, guests=guests, images=images)
         assert rig.event(Started, task, epoch + 1).step == paused.step
     assert result(rig, task, 4) == undisturbed
+
+
+class Drivers:
+    """The power limits in the drivers of the first devices of the host."""
+
+    def __init__(self, host: Callable[[int], DeviceRig]) -> None:
+        self.rigs = [host(number) for number in range(4)]
+
+    def _file(self, number: int) -> Path:
+        return self.rigs[0].house.run.parent / "driver" / f"h.{number}.settings.json"
+
+    @property
+    def watts(self) -> list[int]:
+        files = (self._file(number) for number in range(4))
+        return [json.loads(file.read_text())["power_limit_w"]["value"] for file in files]
+
+    def refuse(self, number: int) -> None:
+        said = {"power_limit_w": {"value": 300, "refused": "only root may set it"}}
+        self._file(number).write_text(json.dumps(said))
+
+    def until(self, *watts: int) -> None:
+        self.rigs[0].until(lambda: self.watts == [*watts])
+
+
+LOW = {"power_limit_w": 200}
+
+
+def test_each_device_of_a_task_is_set_as_its_preset_says(host, undisturbed):
+    rig, drivers = host(0), Drivers(host)
+    train(rig, "set", guests=["h.1"], preset=LOW)
+    assert rig.event(Started, "set").preset["power_limit_w"] == 200
+    assert drivers.watts == [200, 200, 300, 300]
+    rig.steps("set", 2)
+    resize(rig, "set", ["h.2"])
+    drivers.until(200, 300, 200, 300)
+    rig.pause("set")
+    rig.event(Paused, "set")
+    drivers.until(300, 300, 300, 300)
+    train(rig, "set", 2, guests=["h.1"], preset=LOW)
+    rig.event(Started, "set", 2)
+    assert drivers.watts == [200, 200, 300, 300]
+    assert result(rig, "set", 2) == undisturbed
+    drivers.until(300, 300, 300, 300)
+
+
+def test_device_that_does_not_take_the_preset_is_named_and_not_used(host, undisturbed):
+    rig, drivers = host(0), Drivers(host)
+    drivers.refuse(3)
+    train(rig, "refused", guests=["h.3"], preset=LOW)
+    failed = rig.event(Failed, "refused")
+    assert failed.cause == "device_preset"
+    assert failed.message.endswith("h.3: power_limit_w: only root may set it")
+    drivers.until(300, 300, 300, 300)
+    train(rig, "kept", preset=LOW)
+    rig.steps("kept", 2)
+    assert resize(rig, "kept", ["h.3"]).seats == [1], "it keeps what it has"
+    assert result(rig, "kept") == undisturbed
 
 
 def reach(rig: DeviceRig, task: str, epoch: int, moment: str) -> None:

@@ -3,7 +3,8 @@
 A sandbox shows the nodes of certain devices from its beginning to its end, so that no process gains
 or keeps a device that its task does not hold.  A change of devices therefore needs new processes:
 
-1. What the next sandbox needs is fetched, and its devices make room, while the ranks still run.
+1. What the next sandbox needs is fetched, and its devices make room and are set as the preset says,
+   while the ranks still run.
 2. The gang is told.  Its ranks stop at a cut and stage an image into the slab, and it says `left`.
 3. When its processes have ended, the next ones begin with the same slab, and go on from the image.
 
@@ -19,10 +20,13 @@ from typing import Any
 
 from app.core.device.device_events import HostsMissed
 from app.core.device.stay_state import StayState
+from app.core.model import preset as presets
 from app.core.model.protocol.messages import Resize
 from app.core.placement.partitions import late
 from workers.device import store_io
+from workers.device.driver_settings import NotSet
 from workers.device.heartbeat import now_us
+from workers.device.host.device_presets import ANSWER_US, DevicePresets
 from workers.device.processes.process_ends import close_all
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
@@ -54,6 +58,7 @@ class NextSandbox:
     wanted: Resize
     fetched: Fetched
     arrived_us: int
+    are_set: bool | None = None  # whether its devices are as the preset says; None: not asked for
     is_told: bool = False  # True: the process knows that it is to leave
     links: list[int] = field(default_factory=list)  # descriptors: connections to its other hosts
     came: set[str] = field(default_factory=set)  # late inputs that are not in the image
@@ -70,12 +75,18 @@ class SandboxChange:
     """
 
     def __init__(
-        self, house: House, stays: DeviceStays, side: SideWork, starter: TaskStarter
+        self,
+        house: House,
+        stays: DeviceStays,
+        side: SideWork,
+        starter: TaskStarter,
+        presets: DevicePresets,
     ) -> None:
         self.house = house
         self.stays = stays
         self.side = side
         self.starter = starter
+        self.presets = presets
         self.next: dict[int, NextSandbox] = {}  # by resident
 
     def begin(self, resident: Resident) -> None:
@@ -105,11 +116,14 @@ class SandboxChange:
         else:
             log.error("cannot change the devices of task %s", resident.task, exc_info=fetched)
             told = f"its inputs could not be fetched: {type(fetched).__name__}"
-        if not is_wanted:
-            return
+        if is_wanted:
+            self._keep_devices(resident, stay, wanted, told)
+
+    def _keep_devices(self, resident: Resident, stay: Stay, wanted: Resize, told: str) -> None:
+        """Let a task that cannot change its devices go on; pause it if others need what it has."""
         log.warning("task %s cannot change its devices: %s", resident.task, told)
         if {*stay.record.guests} - {*wanted.guests}:
-            self.stays.pause(stay)  # other tasks need what it has; no step is lost
+            self.stays.pause(stay)  # no step is lost
         else:
             self.stays.give(HostsMissed(stay=stay.key, told=told))
 
@@ -124,12 +138,35 @@ class SandboxChange:
                 continue
             if change.is_told and resident.repeated is not None:
                 continue  # else it has gone on since, and may have dropped the order
+            if not self._are_set(resident, change, now):
+                continue
             is_late = now >= change.arrived_us + ROOM_WITHIN_US
             if is_late or self.house.allocations.have_room(change.wanted.guests):
                 change.is_told = True
                 change.links += stay.hand_over()
                 resident.send("resize", seats=change.wanted.seats, elsewhere=True)
                 resident.repeated = []
+
+    def _are_set(self, resident: Resident, change: NextSandbox, now: int) -> bool:
+        """True if the next devices are as the task's preset says; has them set first."""
+        if change.are_set is None:
+            change.are_set = False
+            launch, guests = resident.stay.launch, change.wanted.guests
+            self.presets.set_all(launch, guests, lambda e: self._set(resident, change, e))
+        elif not change.are_set and now >= change.arrived_us + ANSWER_US:
+            self._set(resident, change, NotSet(f"no answer within {ANSWER_US // 10**6} s"))
+        return change.are_set and resident.id in self.next
+
+    def _set(self, resident: Resident, change: NextSandbox, error: Exception | None) -> None:
+        if self.next.get(resident.id) is not change or change.are_set:
+            return
+        stay, change.are_set = resident.stay, True
+        if error is None or not presets.of_device(stay.launch.preset):
+            return
+        self.forget(resident)
+        if stay.record.wanted is change.wanted and stay.state == StayState.RUNNING:
+            told = f"they did not take the preset: {error}"
+            self._keep_devices(resident, stay, change.wanted, told)
 
     def left(self, resident: Resident, message: JSON) -> None:
         """Note that all state of the gang is in its slab, and that its process ends."""

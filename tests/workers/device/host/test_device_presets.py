@@ -142,7 +142,8 @@ device_presets.END_S = 0.1
 house = Some(folder=__import__("pathlib").Path(sys.argv[1]), device="h.0")
 presets = device_presets.DevicePresets(house, None, None)
 presets.start()
-resident = Some(id="p", stay=Some(launch=Some(preset={"power_limit_w": 200})))
+launch = Some(preset={"power_limit_w": 200})
+resident = Some(id="p", stay=Some(launch=launch, record=Some(guests=())))
 presets.begin(resident, lambda now: None, 0)
 presets.end()
 """
