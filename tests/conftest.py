@@ -11,6 +11,7 @@ made for the run and dropped at its end.  Two ways to use it:
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -61,10 +62,13 @@ NO_SIM = build.why_missing()
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Give this process the simulated accelerator if one of its tests is marked `sim`.
 
-    It comes before all tests: autograd counts the devices once, at its first backward pass.
+    It comes before all tests: autograd counts the devices once, at its first backward pass.  What
+    was imported and collected stays to the end, so no collection of garbage scans it: the tests
+    that collect would each take a second.
     """
     if not NO_SIM and any(item.get_closest_marker("sim") for item in session.items):
         build.load()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -20,6 +20,7 @@ def empty_device() -> Iterator[None]:
     An earlier test of this process may have left a small tensor, which keeps its whole segment.
     """
     gc.collect()
+    gc.freeze()  # what is left is no garbage, and the collection at the end need not scan it
     torch.sim.empty_cache()
     filling, reserved = list[torch.Tensor](), torch.sim.memory_reserved()
     while torch.sim.memory_reserved() == reserved:
