@@ -11,6 +11,7 @@ from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Arrival, Costs
 from app.core.simulation.trace import read
 from app.core.simulation.what_if import Setup, run
+from tests.thoroughness import rest_long
 
 #: Two gangs lose patience; devices are kept for the one, and the other fits beside it.
 TWO_IMPATIENT_GANGS = """timestamp,duration,num_gpus,cluster
@@ -74,7 +75,7 @@ def test_simulate_two_gangs_without_patience_ends() -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=() if seed < SHORT else pytest.mark.long) for seed in range(LONG)],
+    rest_long(range(LONG), keep=12),
 )
 @pytest.mark.slow
 def test_simulate_random_gangs_ends(seed: int) -> None:

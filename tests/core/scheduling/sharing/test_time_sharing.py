@@ -456,7 +456,7 @@ class World:
         self.picture = replace(self.picture, tasks=tasks)
 
 
-@pytest.mark.parametrize("seed", rest_long(range(5), keep=2))
+@pytest.mark.parametrize("seed", rest_long(range(5), keep=1))
 @pytest.mark.parametrize("jobs", [0.0, 0.4])
 @pytest.mark.parametrize("ends", [0.0, 0.01])
 @pytest.mark.slow
