@@ -99,6 +99,7 @@ class Links:
         self._call, self._desks = call, desks
         self._expected: dict[bytes, Expected] = {}  # replaced, never changed: two threads read it
         self._visitors: dict[Visitor, None] = {}  # the eldest first
+        self._proven: set[socket.socket] = set()  # until the owner's thread has them
         self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._greeter = threading.Thread(target=self._greet_all, name="links", daemon=True)
 
@@ -126,6 +127,8 @@ class Links:
         for expected in self._expected.values():
             for sock in expected.joined.values():
                 sock.close()
+        for sock in self._proven:  # the owner does not get these any more
+            sock.close()
 
     def _take_expected(self, digest: bytes) -> Expected | None:
         expected = self._expected.get(digest)
@@ -213,11 +216,16 @@ class Links:
         if gang is None or not 1 <= host <= gang.hosts or sort >= len(SORTS):
             raise ConnectionRefusedError("no process of that gang is expected here")
         yield from _examine(sock, gang.secret, hello)
-        return lambda: self._call(lambda: self._joined(sock, digest, host, SORTS[sort]))
+        return lambda: self._hand_over(sock, digest, host, SORTS[sort])
+
+    def _hand_over(self, sock: socket.socket, digest: bytes, host: int, sort: str) -> None:
+        self._proven.add(sock)
+        self._call(lambda: self._joined(sock, digest, host, sort))
 
     # --- in the owner's thread ---
 
     def _joined(self, sock: socket.socket, digest: bytes, host: int, sort: str) -> None:
+        self._proven.discard(sock)
         expected = self._expected.get(digest)
         if expected is None:
             sock.close()

@@ -66,9 +66,11 @@ class Giver:
         return bytes.fromhex(block_key(self.secret, sha256))
 
     def serve(self, sock: socket.socket, sha256: str) -> None:
-        self._hands.submit(self._give, sock, sha256)
+        given = self._hands.submit(self._give, sock, sha256)
+        given.add_done_callback(lambda done: sock.close() if done.cancelled() else None)
 
     def close(self) -> None:
+        """Stop giving; closes the connections of takers that still wait, too."""
         self._over.set()
         self._hands.shutdown(cancel_futures=True)
 

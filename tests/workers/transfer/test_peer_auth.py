@@ -136,3 +136,18 @@ def test_host_no_longer_expected_is_refused_and_released(desk):
     with pytest.raises(OSError, match=r"closed|refused|reset"):
         connect(desk.links.place, SECRET, 2, once)
     close(first)
+
+
+def test_proven_connections_that_the_owner_never_takes_are_closed_at_the_end():
+    calls = queue.SimpleQueue()
+    links = Links("127.0.0.1", calls.put, {})
+    links.expect(SECRET, 1, calls.put)
+    links.listen()
+    made = peer_auth.connect(links.place, SECRET, 1, lambda: False)
+    for _ in made:
+        calls.get(timeout=60)
+    links.close()
+    for sock in made:
+        with sock:
+            sock.settimeout(60)
+            assert sock.recv(1) == b""

@@ -165,6 +165,21 @@ def test_many_readers_take_a_block_at_once(desk, tmp_path):
     assert found == [BODY] * len(threads)
 
 
+def test_connections_that_still_wait_are_closed_with_the_giver(mine):
+    giver, go = Giver(mine), threading.Event()
+    for _ in range(peer_blocks.AT_ONCE):
+        giver._hands.submit(go.wait)
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(60)
+        giver.serve(theirs, SHA256)
+        closing = threading.Thread(target=giver.close)
+        closing.start()
+        assert ours.recv(1) == b""
+    go.set()
+    closing.join()
+
+
 @pytest.mark.parametrize("key", ["00" * 32, "of another block", "of another worker"])
 def test_host_without_the_key_gets_nothing(desk, mine, key):
     other = {
