@@ -230,23 +230,24 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def _modules() -> str:
+    """Return the text of all modules of the service and of its workers."""
+    folders = (ROOT / name for name in ("app", "workers"))
+    return "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+
+
 def test_glossary_has_at_most_sixty_words_and_each_is_used_in_the_code() -> None:
     page = (ROOT / "docs" / "glossary.md").read_text()
     words = re.findall(r"^\| ([a-zA-Z, ]+) \|", page, re.MULTILINE)[1:]
     assert words == sorted(set(words))
     assert 0 < len(words) <= 60
-    code = "\n".join(
-        path.read_text() for folder in ("app", "workers") for path in (ROOT / folder).rglob("*.py")
-    ).lower()
+    code = _modules().lower()
     for each in ", ".join(words).split(", "):
         assert re.search(rf"\b{each}s?\b", code), each
 
 
 def test_every_name_that_the_glossary_gives_exists() -> None:
-    page = (ROOT / "docs" / "glossary.md").read_text()
-    code = "\n".join(
-        path.read_text() for folder in ("app", "workers") for path in (ROOT / folder).rglob("*.py")
-    )
+    page, code = (ROOT / "docs" / "glossary.md").read_text(), _modules()
     for name in re.findall(r"`([A-Z][A-Za-z]+)`", page):
         assert re.search(rf"^class {name}\b", code, re.MULTILINE), name
 

@@ -177,7 +177,8 @@ def text_of(choice: DeviceChoice) -> str:
         *([f"%{choice.fraction_milli}"] if choice.fraction_milli < WHOLE_MILLI else ()),
         *(f"&{name}={most}" for name, most in choice.resources),
         *(f"~{device}" for device in choice.avoid_devices),
-        *([f"@{choice.reservation}"] if choice.reservation else ()),  # last: `reserved_tasks`
+        # last, as SQL appends it to the text (`intake`, `lots`) and cuts it off (`reserved_tasks`)
+        *([f"@{choice.reservation}"] if choice.reservation else ()),
     )
     return ",".join(items)
 

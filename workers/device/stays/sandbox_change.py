@@ -20,7 +20,7 @@ from typing import Any
 
 from app.core.device.device_events import HostsMissed
 from app.core.device.stay_state import StayState
-from app.core.model import preset as presets
+from app.core.model.preset import of_device
 from app.core.model.protocol.messages import Resize
 from app.core.placement.partitions import late
 from workers.device import store_io
@@ -161,7 +161,7 @@ class SandboxChange:
         if self.next.get(resident.id) is not change or change.are_set:
             return
         stay, change.are_set = resident.stay, True
-        if error is None or not presets.of_device(stay.launch.preset):
+        if error is None or not of_device(stay.launch.preset):
             return
         self.forget(resident)
         if stay.record.wanted is change.wanted and stay.state == StayState.RUNNING:
