@@ -27,7 +27,7 @@ from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import Session
 
 from app.core.fairness.budget import Budget, budget_of, time_us
-from app.core.model.device_choice import with_packages, with_reservation
+from app.core.model.device_choice import with_packages
 from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
 from app.core.model.provisions.stop_rule import rule_in
@@ -344,8 +344,7 @@ def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -
         width=row.devices_min,
         kind=row.kind,
         memory_bytes=row.memory_bytes,
-        # as if its packages were ready; in the windows of its reservation it may have any device
-        choice=with_reservation(with_packages(row.device_choice, ""), ""),
+        choice=with_packages(row.device_choice, ""),  # as if they were ready
         priority=row.priority,
         tier=row.tier,
         after=after,
@@ -434,7 +433,7 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
         reserved=scene.reserved,
         maintained=scene.maintained,
         begins_us=scene.begins_us,
-        devices=[replace(d, up=True) for d in as_is.devices.values() if d.takes_work],
+        devices=[_unreserved(device) for device in as_is.devices.values() if device.takes_work],
         tenants=[replace(tenant, carried_us=0, exhausted={}) for tenant in as_is.tenants.values()],
         users=[
             replace(user, faded_us=0, carried_us=0, exhausted={}) for user in as_is.users.values()
@@ -442,6 +441,12 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
         policy=replace(as_is.policy, since_s=0.0),  # its clock begins with the first arrival
         costs=costs,
     )
+
+
+def _unreserved(device: BoardDevice) -> BoardDevice:
+    """Return a device that serves; the replay itself says for what it is reserved when."""
+    traits = replace(device.traits, kept_for=None)
+    return replace(device, up=True, reserved_for="", traits=traits)
 
 
 def _changed(as_is: Setup, what_if: WhatIf) -> Setup:

@@ -44,7 +44,7 @@ class ReplayedReservations:
     maintained: Sequence[Maintained] = ()
     begins_us: int = 0
     _now: dict[str, Mapping[str, int]] = field(default_factory=dict)
-    _kept: dict[str, str] = field(default_factory=dict)  # device -> reservation
+    _kept: dict[str, str] = field(default_factory=dict)  # device -> demand of a reservation
 
     def look(self, now_us: int) -> Iterator[tuple[str, Mapping[str, int]]]:
         """Yield (tenant or user, devices by kind) of each for which that has changed."""
@@ -59,19 +59,21 @@ class ReplayedReservations:
                 self._now[owner] = now
                 yield owner, now
 
-    def kept_for(self, now_us: int) -> dict[str, str]:
-        """Return, by device, the tenant or user for which it is reserved by name now."""
+    def kept_for(self, now_us: int) -> dict[str, tuple[str, str]]:
+        """Return, by device that is reserved by name now, for which tenant or user, and by which
+        reservation.
+        """
         at_us = self.begins_us + now_us
         now = [
-            (owners[0], kind, demand)
-            for owners, (begins_us, ends_us, _, named), _ in self.windows
-            if owners and begins_us <= at_us < ends_us
+            ((owners[0] if owners else "", id), kind, demand)
+            for owners, (begins_us, ends_us, _, named), id in self.windows
+            if begins_us <= at_us < ends_us
             for kind, demand in named.items()
         ]
         demands = ((kind, demand) for _, kind, demand in now)
         self._kept = kept(demands, self._kept, but=self.drained(now_us))
-        owner_of = {demand.id: owner for owner, _, demand in now}
-        return {device: owner_of[id] for device, id in self._kept.items()}
+        whose = {demand.id: owner_and_id for owner_and_id, _, demand in now}
+        return {device: whose[id] for device, id in self._kept.items()}
 
     def standing(self, reservation: str, now_us: int) -> ReservationStanding:
         """Return how tasks stand that name the reservation.
@@ -79,13 +81,23 @@ class ReplayedReservations:
         After its last window they go on: they did their work in its windows, and are only later.
         """
         at_us = self.begins_us + now_us
-        ahead = [
-            each.time.begins_us
-            for each in self.windows
-            if each.reservation == reservation and each.time.ends_us > at_us
-        ]
-        is_later = ahead and min(ahead) > at_us
+        ahead = self._ahead(reservation, now_us)
+        is_later = min((window.begins_us for window in ahead), default=at_us) > at_us
         return ReservationStanding.planned if is_later else ReservationStanding.free
+
+    def is_confining(self, reservation: str, now_us: int) -> bool:
+        """True if its tasks may have its devices alone.
+
+        After its last window they go on anywhere, and so they do if none of its devices is there.
+        """
+        named = (window.named.values() for window in self._ahead(reservation, now_us))
+        return any(demand.among for demands in named for demand in demands)
+
+    def _ahead(self, reservation: str, now_us: int) -> list[ReservedTime]:
+        """Return its windows that have not ended."""
+        at_us = self.begins_us + now_us
+        mine = (each.time for each in self.windows if each.reservation == reservation)
+        return [time for time in mine if time.ends_us > at_us]
 
     def drained(self, now_us: int) -> set[str]:
         """Return the devices that are maintained now."""

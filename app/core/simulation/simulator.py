@@ -28,7 +28,7 @@ from app.core.fairness.fair_tree import lane
 from app.core.fairness.reservation import owed
 from app.core.fairness.usage_decay import faded, rebase
 from app.core.model import lifecycle
-from app.core.model.device_choice import WHOLE_MILLI, choice_in
+from app.core.model.device_choice import WHOLE_MILLI, choice_in, with_reservation
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.model.reserved_task import ReservationStanding
 from app.core.model.rungs import HELD_AT_RUNG
@@ -351,6 +351,7 @@ class World:
         # reservation -> how tasks that name it stood when it was looked at last
         named = {arrival.reservation for arrival in self.arrivals} - {""}
         self._standing = dict.fromkeys(named, ReservationStanding.free)
+        self._confining = named  # those whose tasks may have their devices alone
         self._turns_us: float = 0  # when that may have changed
         # what is guaranteed for ever
         self._guaranteed = {id: tenant.guarantee for id, tenant in self.tenants.items()}
@@ -450,7 +451,7 @@ class World:
                 width=arrival.width,
                 width_max=arrival.width_max,
                 memory_bytes=arrival.memory_bytes,
-                choice=arrival.choice,
+                choice=self._choice(arrival),
                 priority=arrival.priority,
                 tier=arrival.tier,
                 submitted_s=arrival.at_s,
@@ -465,6 +466,13 @@ class World:
             standing = self.reservations.standing(arrival.reservation, self.now_us)
             return Conditions(waits_for=waits_for, reservation=standing)
         return Conditions(waits_for=waits_for) if waits_for else _FREE
+
+    def _choice(self, arrival: Arrival) -> str:
+        """Return which devices a task may have now."""
+        named = arrival.reservation
+        if not named or self.reservations.is_confining(named, self.now_us):
+            return arrival.choice
+        return with_reservation(arrival.choice, "")
 
     def _finished(self, id: str) -> bool:
         run = self.runs.get(id)
@@ -680,8 +688,15 @@ class World:
         for id, before in self._standing.items():
             if (now := self.reservations.standing(id, self.now_us)) != before:
                 self._standing[id] = turned[id] = now
-        for task in [*self.tasks.values()] if turned else ():
+        confining = {
+            id for id in self._confining if self.reservations.is_confining(id, self.now_us)
+        }
+        freed, self._confining = self._confining - confining, confining
+        for task in [*self.tasks.values()] if turned or freed else ():
             arrival = self.runs[task.id].arrival
+            if arrival.reservation in freed:
+                task = changed(task, choice=self._choice(arrival))
+                self.board.set_task(task)
             standing = turned.get(arrival.reservation, task.conditions.reservation)
             if standing == task.conditions.reservation:
                 continue
@@ -691,11 +706,15 @@ class World:
             conditions = replace(task.conditions, reservation=standing)
             self.board.set_task(changed(task, conditions=conditions))
 
-    def _keep(self, owners: Mapping[str, str]) -> None:
-        """Let exactly these devices be reserved by name, each for its tenant or user."""
+    def _keep(self, whose: Mapping[str, tuple[str, str]]) -> None:
+        """Let exactly these devices be reserved by name: by device, for which tenant or user, and
+        by which reservation.
+        """
         for id, device in self.devices.items():
-            if device.reserved_for != (owner := owners.get(id, "")):
-                self.devices[id] = replace(device, reserved_for=owner)
+            owner, reservation = whose.get(id, ("", ""))
+            if (device.reserved_for, device.traits.kept_for) != (owner, reservation):
+                traits = replace(device.traits, kept_for=reservation)
+                self.devices[id] = replace(device, reserved_for=owner, traits=traits)
                 self.board.set_device(self.devices[id])
 
     def _drain(self, drained: set[str]) -> None:

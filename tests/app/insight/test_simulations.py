@@ -6,11 +6,20 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from app.core.fairness.budget import Budget
 from app.core.simulation.simulator import Costs
-from app.db.models import Lot, Need, RequestNeed, RungResult, Tenant, User
+from app.db.models import (
+    Lot,
+    Need,
+    RequestNeed,
+    Reservation,
+    ReservationWindow,
+    RungResult,
+    Tenant,
+    User,
+)
 from app.insight import simulations
 from app.scheduling import ledger
 from tests.app.conftest import problem
@@ -203,6 +212,29 @@ def test_budgets_hold_in_the_replay_from_its_beginning_on(session, scenery):
     as_is, _ = simulations.compare(scene, simulations.WhatIf(), Costs())
     assert as_is["jobs"] == 1
     assert as_is["lost_s"]["mean"] == pytest.approx(12 * 3600 - 6)
+
+
+def test_tasks_of_a_reservation_of_one_device_run_one_after_the_other_on_it(session, scenery):
+    """The other device is free all the time; what is in force today does not hold."""
+    red = scenery.tenant("red")
+    scenery.device("d0").reserved_by = "elsewhere"
+    scenery.device("d1", seen_at=func.now())
+    it = Reservation(
+        id="r0", name="one", island="isle", tenant_id=red.id, devices={"cpu": 1},
+        device_ids=["d1"], labels=[], begins_at=NOON, ends_at=NOON + timedelta(hours=1),
+    )  # fmt: skip
+    session.add(it)
+    session.flush()
+    times = {"begins_at": it.begins_at, "ends_at": it.ends_at}
+    session.add(ReservationWindow(reservation_id="r0", **times))
+    for _ in range(2):
+        ended(scenery, red, held_s=50.0, reservation_id="r0", device_choice="@r0")
+    session.flush()
+    scene, _, _ = simulations.of_history(
+        session, "isle", since=NOON, until=NOON + timedelta(days=1), durations_known=True
+    )
+    as_is, fifo = simulations.compare(scene, simulations.WhatIf(policy="fifo"), Costs())
+    assert as_is["wait_s"]["max"] == fifo["wait_s"]["max"] == pytest.approx(50, abs=1)
 
 
 def test_an_empty_history_gives_an_empty_report(post, scenery):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from app.core.fairness.budget import HOUR_US, Budget
 from app.core.fairness.reservation import ReservedTime
 from app.core.fairness.reserved_devices import Demand
-from app.core.model.device_choice import DeviceTraits
+from app.core.model.device_choice import DeviceTraits, with_reservation
+from app.core.model.lifecycle import Move
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.replayed_reservations import (
     Maintained,
@@ -125,7 +126,8 @@ def test_device_in_maintenance_is_replaced_by_another_one_of_the_reservation() -
     cut = maintained(2 * HOUR_S, HOUR_S, "d0")
     it = ReplayedReservations(windows, [cut])
     kept = [it.kept_for(round(hours * HOUR_S * 1e6)) for hours in (0, 1, 2, 4, 9)]
-    assert kept == [{}, {"d0": "a"}, {"d1": "a"}, {"d1": "a"}, {}]
+    mine = "a", ""
+    assert kept == [{}, {"d0": mine}, {"d1": mine}, {"d1": mine}, {}]
 
 
 def gated(task: str, work_s: float, at_s: float = 0.0) -> Arrival:
@@ -259,9 +261,20 @@ def test_devices_in_maintenance_are_empty_and_serve_again() -> None:
 ONCE_HASTY = (48, 106)
 
 
-@pytest.mark.parametrize("seed", rest_long([*ONCE_HASTY, *range(8)], keep=4))
-def test_random_windows_of_certain_devices_obey_the_rules(seed: int) -> None:
-    """`simulate` checks each step: seats, slices, idle devices, reasons, the board made anew."""
+class Island(NamedTuple):
+    """A small island, what comes, and windows of certain devices."""
+
+    arrivals: list[Arrival]
+    boards: list[BoardDevice]
+    tenants: list[BoardTenant]
+    policy: Policy
+    windows: list[ReservedFor]
+
+    def replay(self) -> Report:
+        return simulate(*self[:4], costs=COSTS, reserved=self.windows)
+
+
+def island_of(seed: int) -> Island:
     chance = random.Random(seed)
     number = chance.randint(3, 8)
     boards = [
@@ -298,5 +311,32 @@ def test_random_windows_of_certain_devices_obey_the_rules(seed: int) -> None:
         tier_share=chance.choice([{}, {"standard": 0.5}]),
         backfill=chance.choice(["easy", "greedy"]),
     )
-    report = simulate(arrivals, boards, tenants, policy, costs=COSTS, reserved=windows)
-    assert report.finished.keys() == {one.task for one in arrivals}
+    return Island(arrivals, boards, tenants, policy, windows)
+
+
+@pytest.mark.parametrize("seed", rest_long([*ONCE_HASTY, *range(8)], keep=4))
+def test_random_windows_of_certain_devices_obey_the_rules(seed: int) -> None:
+    """`simulate` checks each step: seats, slices, idle devices, reasons, the board made anew."""
+    it = island_of(seed)
+    assert it.replay().finished.keys() == {one.task for one in it.arrivals}
+
+
+@pytest.mark.parametrize("seed", rest_long(range(40), keep=4))
+def test_tasks_of_a_reservation_of_certain_devices_start_on_these_alone(seed: int) -> None:
+    it = island_of(seed)
+    chance, named_by = random.Random(seed), dict[str, ReservedFor]()
+    for n, each in enumerate(it.arrivals):
+        theirs = [one for one in it.windows if one.owners[0] in (each.user, each.tenant)]
+        if theirs and chance.random() < 0.8:
+            its = named_by[each.task] = chance.choice(theirs)
+            choice = with_reservation(each.choice, its.reservation)
+            it.arrivals[n] = replace(each, reservation=its.reservation, choice=choice)
+    report = it.replay()
+    assert report.finished.keys() == {one.task for one in it.arrivals}
+    for line in report.timeline:
+        it_takes = named_by.get(line.decision.task)
+        if it_takes and line.decision.move == Move.Launch:
+            begins_us, ends_us, _, named_ = it_takes.time
+            at_us = round(line.at_s * 1e6)
+            assert begins_us <= at_us
+            assert at_us >= ends_us or {*line.decision.devices} <= named_["cpu"].among
