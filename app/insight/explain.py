@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -55,6 +56,7 @@ from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast, needed_requests
 from app.insight.forecast import Start
 from app.insight.named_reservations import named_reservations
+from app.insight.windows_ahead import WindowAhead, windows_ahead
 from app.scheduling import ledger, snapshot_reader
 from app.scheduling.journal import rungs
 from app.scheduling.journal.lots import counts_of
@@ -768,7 +770,18 @@ class _Answer:
             unit=self.picture.unit(task.kind),
             learned=self.picture.kept.learned,
             gang=gang,
+            windows=self._windows,
         )
+
+    @cached_property
+    def _windows(self) -> Sequence[WindowAhead]:
+        """Lists the windows of reservations and maintenance that are not over."""
+        return windows_ahead(self.session, self.picture.island, self._path)
+
+    def _path(self, tenant: str) -> Iterable[str]:
+        """Return the tenant and those above it; alone, if it came after the picture was drawn."""
+        kept = self.picture.kept
+        return kept.path(tenant) if tenant in kept.tenants else (tenant,)
 
     def _ahead(
         self, task: BoardTask, rank: tuple[int, int, int | None]

@@ -3,9 +3,9 @@
 
 Run times of tasks are learned from tasks that ended in the last 30 days. Errors of earlier answers
 are learned from tasks that have started since this process gave the answers. The scene is the
-island's board: the tasks on devices, and how many tasks of each tenant go before the task
-(`core.scheduling.blockers.before`). If many do, only every n-th of them is simulated, and the wait
-is multiplied by n.
+island's board: the tasks on devices, how many tasks of each tenant go before the task
+(`core.scheduling.blockers.before`), and the windows of reservations and maintenance. If many tasks
+go before, only every n-th of them is simulated, and the wait is multiplied by n.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
@@ -34,6 +34,7 @@ from app.core.explanation.estimator import (
     TenantLine,
     Unknown,
     WaitingTask,
+    WithheldDevices,
 )
 from app.core.fairness import usage_decay
 from app.core.fairness.fair_tree import Branch
@@ -45,6 +46,7 @@ from app.core.scheduling.stays import slice_us
 from app.db.models import Placement
 from app.db.models import Task as TaskRow
 from app.db.transactions import AnyRow
+from app.insight.windows_ahead import WindowAhead
 from app.scheduling import gang_tickets
 
 LEARNED_S = 60.0  # age at which a history is read again
@@ -55,6 +57,7 @@ STARTS = 200  # newest placements that say how long a start takes
 TOLD = 2000  # most answers remembered until their tasks have started
 EVENTS = 600  # most tasks considered in the simulations for one answer; this takes about 2 ms
 _GANG = ""  # stands for the tenant of a gang that goes first
+_NOBODY = "nobody"  # no tenant has this id
 PLAYED = 100  # largest number of tasks ahead that are simulated
 MOST_STEPS = 2**63 - 1  # the column of steps holds no more
 
@@ -215,12 +218,14 @@ def start(
     unit: int,
     learned: Learned,
     gang: int = 0,
+    windows: Sequence[WindowAhead] = (),
 ) -> Estimate | Unknown:
     """Forecast the start of a task behind `own` tasks of its top-level tenant, and those of the
     `crowd`.
 
     `asked` and `on_devices` are rows of tasks; `unit` is the charge for one device for one turn.
-    `gang` is the width of a gang that the free devices are kept for; 0 if they are not.
+    `gang` is the width of a gang that the free devices are kept for; 0 if they are not.  `windows`
+    are those of the island that are not over.
     """
     not_before_s = task.retry_at_s
     if (let_in_s := board.let_in_s(task)) > board.now_s:
@@ -236,8 +241,9 @@ def start(
     )
     if gang:
         lines[_GANG] = TenantLine(score_s=-math.inf, tasks=[WaitingTask(who=((),), width=gang)])
+    scene = _scene(board, task, lines, on_devices, start_s=learned.start_s)
     found = estimator.starts_in(
-        _scene(board, task, lines, on_devices, start_s=learned.start_s),
+        _foreseeing(windows, board, task, scene, stretch) if windows else scene,
         board.leaf(task).top.name,
         before,
         learned.history,
@@ -292,6 +298,59 @@ def _scene(
         start_s=start_s,
         half_life_s=board.policy.half_life_s,
     )
+
+
+def _foreseeing(
+    windows: Iterable[WindowAhead], board: Board, task: BoardTask, scene: Scene, stretch: int
+) -> Scene:
+    """Add to a scene what the windows withhold, and the devices that serve again after one.
+
+    In the scene time passes `stretch` times as fast.
+    """
+    withheld, free = list[WithheldDevices](), scene.free
+    for window in windows:
+        begins_s, in_force = window.begins_s - board.now_s, window.begins_s <= board.now_s
+        if window.owners:
+            owner, number = _owner(window, board, task), window.number_by_kind.get(task.kind, 0)
+            if in_force:  # what its tasks do not want is lent
+                number = min(number, _wanted(scene, owner))
+        else:
+            owner, number = _NOBODY, _maintained(window, board, task.kind, in_force=in_force)
+            free += number if in_force else 0
+        if number:
+            each = WithheldDevices(
+                tenant=owner,
+                number=number,
+                begins_s=begins_s / stretch,
+                ends_s=(window.ends_s - board.now_s) / stretch,
+            )
+            withheld.append(each)
+    return replace(scene, free=free, withheld=withheld)
+
+
+def _owner(window: WindowAhead, board: Board, task: BoardTask) -> str:
+    """Return the line that may have the devices of the window.
+
+    If the window is for others of the task's own line, no line may.
+    """
+    path = board.path_of(task.tenant)
+    top = window.owners[-1]
+    return top if window.is_for(path, task.user) or top not in path else _NOBODY
+
+
+def _wanted(scene: Scene, tenant: str) -> int:
+    """Return how many devices a line holds and waits for; 0 if it waits for none."""
+    waiting = sum(task.width for task in scene.lines[tenant].tasks) if tenant in scene.lines else 0
+    holding = sum(held.width for held in scene.held if held.tenant == tenant)
+    return waiting and waiting + holding
+
+
+def _maintained(window: WindowAhead, board: Board, kind: str, *, in_force: bool) -> int:
+    """Return how many devices of a kind are out of service in a window; if it is in force, those
+    that are empty already.
+    """
+    known = (board.devices[id] for id in window.ids if id in board.devices)
+    return sum(each.kind == kind and not (in_force and each.id in board.seated) for each in known)
 
 
 def _slice_s(board: Board, task: BoardTask) -> float:

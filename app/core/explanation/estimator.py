@@ -8,8 +8,9 @@ Equal input gives equal answers.
 
 Nothing here decides what runs. The simulated island is a model: it has one kind of device, tenants
 side by side and no new arrivals. Tasks give way as rules F6 and F8 say, and no task starts before a
-gang whose turn it is, since backfilling changes hardly any answer. Because it is only a
-model, floats are used here, and no amount that is charged or compared exactly may come from here.
+gang whose turn it is, since backfilling changes hardly any answer. Devices of a reservation are
+taken to be used by its tenant from the begin of the window on. Because it is only a model, floats
+are used here, and no amount that is charged or compared exactly may come from here.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import math
 import random
 from array import array
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, count
-from operator import mul
+from operator import itemgetter, mul
 from statistics import fmean, median
 from typing import Protocol
 
@@ -277,6 +278,18 @@ class TenantLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WithheldDevices:
+    """Describes `number` devices that only the tasks of `tenant` may have from `begins_s` up to
+    `ends_s`, in seconds from now. A name that no line has is for devices out of service.
+    """
+
+    tenant: str
+    number: int
+    begins_s: float
+    ends_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """Describes devices of one kind, the tasks that hold them and the tasks that wait for them.
 
@@ -293,6 +306,7 @@ class Scene:
     fresh_s: float = 0.0
     start_s: float = 0.0
     half_life_s: float = 0.0
+    withheld: Sequence[WithheldDevices] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,6 +476,9 @@ class _Cast:
         self._kinds: dict[Who, _Kind] = {}
         self._numbers: dict[Hashable, int] = {}
         self.held = [(held, self.kind(held.who).curve) for held in scene.held]
+        changes = [(each.begins_s, each.tenant, each.number) for each in scene.withheld]
+        changes += [(each.ends_s, each.tenant, -each.number) for each in scene.withheld]
+        self.changes = sorted(changes, key=itemgetter(0))  # of what is withheld
 
     def kind(self, who: Who) -> _Kind:
         """Return the kind of tasks with these keys; raises KeyError if there is no history at
@@ -557,8 +574,12 @@ class _SimulatedRun:
         # when a stay ends or its turn does, and a tie breaker
         self.events: list[tuple[float, int, _Stay]] = []
         self.number = count()
+        self.held = Counter[str]()  # devices by tenant
+        self.withheld = Counter[str]()  # devices by the tenant that alone may have them
+        self.changes = deque(cast.changes)  # of `withheld`, which are ahead
         for held, curve in cast.held:
             self._hold(held, curve)
+        self._withhold()
 
     def wait_s(self) -> float:
         """Return when the target starts.
@@ -597,6 +618,7 @@ class _SimulatedRun:
         self._sit(_Stay(held.tenant, held.width, -held.turn_s, left_s), slice_s)
 
     def _sit(self, stay: _Stay, slice_s: float) -> None:
+        self.held[stay.tenant] += stay.width
         heappush(self.events, (stay.ends_s, next(self.number), stay))
         for lasts_s in {slice_s, max(slice_s, self.cast.scene.fresh_s)}:
             at_s = max(self.now_s, stay.began_s + lasts_s)
@@ -607,7 +629,9 @@ class _SimulatedRun:
 
     def _advance(self) -> None:
         """Go on to the next instant at which a stay ends, may be paused, or has to give way."""
-        at_s = min(self.events[0][0], self._crossing_s())
+        ends_s = self.events[0][0] if self.events else math.inf
+        turns_s = self.changes[0][0] if self.changes else math.inf
+        at_s = min(ends_s, turns_s, self._crossing_s())
         for side in self.sides.values():
             side.accrue(at_s, self.cast.scene.half_life_s)
         self.now_s = at_s
@@ -622,10 +646,43 @@ class _SimulatedRun:
                 side = self.sides[stay.tenant]
                 side.ripe.append(stay)
                 side.pace += stay.width / side.weight
+        self._withhold()
+
+    def _withhold(self) -> None:
+        """Change what is withheld as of now, and let others give up what then is too much."""
+        while self.changes and self.changes[0][0] <= self.now_s:
+            _, tenant, more = self.changes.popleft()
+            self.withheld[tenant] += more
+        if not self.withheld or self._room("") >= 0:
+            return
+        stays = {id(stay): stay for *_, stay in self.events if not stay.gone}
+        for stay in sorted(stays.values(), key=self._pause_order):
+            if self._room("") >= 0:
+                return
+            if self.held[stay.tenant] > self.withheld[stay.tenant]:
+                self._pause(stay)
+
+    def _pause_order(self, stay: _Stay) -> tuple[float, float, float]:
+        """Return a key by which the best served and latest come first (rule F6)."""
+        return -self.sides[stay.tenant].score_s, -stay.began_s, -stay.ends_s
+
+    def _room(self, tenant: str) -> int:
+        """Return how many free devices are not withheld from the tenant; below 0: too few are
+        free.
+        """
+        if not self.withheld:
+            return self.free
+        others = (
+            max(0, number - self.held[name])
+            for name, number in self.withheld.items()
+            if name != tenant
+        )
+        return self.free - sum(others)
 
     def _let_go(self, stay: _Stay) -> None:
         stay.gone = True
         self.free += stay.width
+        self.held[stay.tenant] -= stay.width
         if stay.ripe:
             side = self.sides[stay.tenant]
             side.ripe.remove(stay)
@@ -653,8 +710,13 @@ class _SimulatedRun:
     # --- starts ---
 
     def _first(self) -> _SimulatedTenant | None:
-        """Return the least served tenant with a task that waits."""
-        sides = (side for side in self.sides.values() if side.waiting or side.paused)
+        """Return the least served tenant with a task that waits, of those first for which devices
+        are withheld.
+        """
+        sides = [side for side in self.sides.values() if side.waiting or side.paused]
+        if self.withheld:
+            owed = [each for each in sides if self.held[each.name] < self.withheld[each.name]]
+            sides = owed or sides
         return min(sides, key=lambda side: side.score_s, default=None)
 
     def _fee_s(self, side: _SimulatedTenant) -> float:
@@ -670,7 +732,7 @@ class _SimulatedRun:
             assert head is not None
             if head.width > self.cast.devices:
                 self._pass_over(first)
-            elif head.width <= self.free or self._make_room(first, head.width):
+            elif head.width <= self._room(first.name) or self._make_room(first, head.width):
                 if self._start(first):
                     return True
             else:
@@ -689,22 +751,30 @@ class _SimulatedRun:
         level_s = first.score_s + self._fee_s(first)
         better = [s for s in self.sides.values() if s.ripe and s.score_s > level_s]
         better.sort(key=lambda side: -side.score_s)
-        stays = [stay for side in better if side is not first for stay in reversed(side.ripe)]
-        if self.free + sum(stay.width for stay in stays) < width:
+        stays = [stay for side in better if side is not first for stay in self._lent(side)]
+        if self._room(first.name) + sum(stay.width for stay in stays) < width:
             return False
         for stay in stays:
-            if self.free >= width:
+            if self._room(first.name) >= width:
                 break
             self._pause(stay)
         return True
+
+    def _lent(self, side: _SimulatedTenant) -> Iterator[_Stay]:
+        """Yield what others may take from a tenant whose turns are over, the latest first."""
+        most = self.held[side.name] - self.withheld[side.name]
+        for stay in reversed(side.ripe):
+            if (most := most - stay.width) < 0:
+                return
+            yield stay
 
     def _relieve(self, side: _SimulatedTenant) -> bool:
         """Let fresh tasks take the places of the tenant's own tasks that have had theirs (F8)."""
         settled_s = self.now_s - self.cast.scene.fresh_s
         while side.waiting:
-            width = side.waiting[0].width
+            lacking = side.waiting[0].width - self._room(side.name)
             stay = next(
-                (s for s in side.ripe if s.began_s <= settled_s and s.width + self.free >= width),
+                (s for s in side.ripe if s.began_s <= settled_s and s.width >= lacking),
                 None,
             )
             if stay is None:

@@ -776,6 +776,51 @@ class TestEstimate:
         assert 70 < two.p50_s < 90
         assert running.seat == "d0"
 
+    @pytest.mark.parametrize(
+        ("of", "begins_s", "starts_s"),
+        [
+            ("", 30, 5000),  # maintenance begins before the running task ends
+            ("", -100, 5000),  # in force: its device serves again before the other is free
+            ("b", 30, 5000),
+            ("b", 7000, 60),  # it starts before the window
+            ("b", -100, 60),  # it is lent, since b has no work
+            ("a", 30, 30),
+            ("a.y", 30, 5000),
+        ],
+    )
+    def test_windows_of_reservations_and_maintenance_are_foreseen(
+        self, session, scenery, of, begins_s, starts_s
+    ):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        whose = {"a": a, "b": b, "a.y": scenery.tenant("y", parent_id=a.id)}.get(of)
+        device = scenery.device("d0")
+        if of or begins_s > 0:
+            seat, lasts_s = "d0", 100
+        else:
+            device.maintenance, device.cordoned = "until soon", True
+            seat, lasts_s = scenery.device("d1").id, 50_000
+        for _ in range(30):
+            self.ended(scenery, b, lasts_s)
+        used = scenery.task(a, "running", seat=seat)
+        scenery.charge(used, 10**6 * SECOND)  # so that b's task runs to its end
+        scenery.move(used, "done")
+        session.execute(update(Placement).values(ended_at=func.now()))
+        started_at = func.now() - timedelta(seconds=40)
+        scenery.task(b, "running", seat=seat, started_at=started_at)
+        now = datetime.now(UTC)
+        times = {
+            "begins_at": now + timedelta(seconds=begins_s),
+            "ends_at": now + timedelta(seconds=max(5000, begins_s + 1000)),
+        }
+        given = {"devices": {"cpu": 1}} if whose else {"devices": {}, "device_ids": ["d0"]}
+        mine = {"island": "isle", "tenant_id": whose.id if whose else None}
+        scenery.add(Reservation(id="res_1", name="it", **mine, **given, **times))
+        session.flush()
+        scenery.add(ReservationWindow(reservation_id="res_1", in_force=begins_s < 0, **times))
+        task = scenery.task(scenery.tenant("x", parent_id=a.id) if of == "a.y" else a)
+        found = explain.explain(session, [task])[task.id].estimate
+        assert found.p50_s == pytest.approx(starts_s, rel=0.15, abs=3)
+
     def test_start_beyond_a_month_is_unknown_and_spoils_no_other(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         scenery.device("d0")

@@ -24,6 +24,7 @@ from app.core.explanation.estimator import (
     TenantLine,
     Unknown,
     WaitingTask,
+    WithheldDevices,
     bounded,
     in_order,
     starts_in,
@@ -291,6 +292,82 @@ def test_every_task_has_a_first_turn_within_one_round_of_turns():
     lines = {f"t{n}": line(0, queued(1, 1e6)) for n in range(10)}
     waits = [wait_s(Scene(free=1, held=[], lines=lines, slice_s=60), f"t{n}") for n in range(10)]
     assert waits == [1.0] + [pytest.approx(60 * n, abs=0.02) for n in range(1, 10)]
+
+
+def withheld(number, begins_s, ends_s, tenant="nobody"):
+    return WithheldDevices(tenant=tenant, number=number, begins_s=begins_s, ends_s=ends_s)
+
+
+@pytest.mark.parametrize(
+    ("windows", "starts_s"),
+    [
+        ([withheld(1, 30, 110)], 20),  # it starts before the window
+        ([withheld(1, 10, 110)], 20),  # the other device becomes free at 20 s
+        ([withheld(2, 10, 110)], 110),
+        ([withheld(2, 10, 110), withheld(1, 110, 300)], 110),
+        ([withheld(2, 10, 110), withheld(2, 110, 300)], 300),
+        ([withheld(1, 0, 110), withheld(1, 15, 50)], 50),
+        ([withheld(2, 10, 110, "a")], 10),  # they are its own
+        ([withheld(1, 10, 110, "b")], 20),  # b holds as many
+        ([withheld(1, 10, 110, "b"), withheld(1, 10, 200)], 200),
+    ],
+)
+def test_task_starts_on_devices_that_no_reservation_withholds(windows, starts_s):
+    running = [held("b", 1, 400), held("b", 1, 20)]
+    scene = Scene(free=0, held=running, lines={"a": line(0, queued(1, 9))}, withheld=windows)
+    assert wait_s(scene) == starts_s
+
+
+def test_gang_waits_until_all_its_devices_are_in_service():
+    scene = Scene(
+        free=2, held=[], lines={"a": line(0, queued(2, 9))}, withheld=[withheld(1, 0, 100)]
+    )
+    assert wait_s(scene) == 100
+
+
+def test_holder_of_a_device_that_is_reserved_for_another_goes_on_later():
+    # b has 50 s left when c's window begins, and goes on at 150 s; a, better served, comes after.
+    lines = {"a": line(1000, queued(1, 9)), "b": line(0)}
+    window = withheld(1, 50, 150, "c")
+    scene = Scene(free=0, held=[held("b", 1, 100)], lines=lines, withheld=[window])
+    assert wait_s(scene) == 200
+
+
+def test_tenant_in_its_window_goes_before_one_that_has_used_less():
+    lines = {"a": line(1000, queued(1, 9)), "b": line(0, queued(1, 500))}
+    scene = Scene(free=0, held=[held("b", 1, 100)], lines=lines)
+    assert wait_s(scene) == 600
+    assert wait_s(replace(scene, withheld=[withheld(1, 60, 90, "a")])) == 60
+
+
+def test_nobody_takes_within_a_window_what_its_tenant_is_promised():
+    # a is far better served than b, whose turns are over; both devices are b's until 300 s.
+    running = [held("b", 1, 400, 100, turn_s=100), held("b", 1, 400, 100, turn_s=100)]
+    scene = Scene(
+        free=0, held=running, lines={"a": line(0, queued(1, 9)), "b": line(1000)}, slice_s=60
+    )
+    assert wait_s(scene) == 1
+    assert wait_s(replace(scene, withheld=[withheld(2, 0, 200, "b")])) == 200
+
+
+@given(
+    st.lists(
+        st.builds(
+            withheld, st.integers(1, 4), st.floats(0, 500), st.floats(500, 900),
+            st.sampled_from(["a", "b", "nobody"]),
+        ),
+        max_size=4,
+    ),
+    st.sampled_from([math.inf, 60.0]),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_task_starts_at_the_latest_when_all_windows_and_all_before_it_are_over(
+    windows, slice_s, width
+):
+    running = [held("b", 1, 100), held("b", 2, 300), held("c", 1, 50)]
+    lines = {"a": line(5, queued(1, 40), queued(width, 9)), "b": line(0, queued(3, 70))}
+    scene = Scene(free=0, held=running, lines=lines, slice_s=slice_s, withheld=windows)
+    assert 1 <= wait_s(scene, place=1) <= 900 + 300 + 100 + 50 + 40 + 70
 
 
 def test_task_that_ran_before_has_less_left_to_run():
