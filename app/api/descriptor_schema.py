@@ -389,7 +389,8 @@ _TASK = _object(
         },
         "world_size": _whole(
             "number of ranks; they take turns on the devices that the task holds. Each rank of a"
-            " command on accelerators needs a device of its own",
+            " command on accelerators needs a device of its own. A command with 1 may have several"
+            " devices and start its ranks by itself, as torchrun does",
             1,
         ),
         "reservation": {

@@ -356,12 +356,12 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
     _check_live(task)
     spec = task.spec
     ranks = spec.world_size
-    if ranks == 1:
-        raise Conflict("the task has one rank, which uses one device; see `world_size`")
     if spec.run.kind != "job":
         raise Conflict(
             "only a job can change its number of devices, because it does so between steps"
         )
+    if ranks == 1:
+        raise Conflict("the task has one rank, which uses one device; see `world_size`")
     if task.gang_id:
         raise Conflict("the gang spans islands; its number of devices is fixed")
     if not task.devices_min <= most <= ranks:

@@ -305,18 +305,29 @@ def _channels(descriptor: Descriptor, facts: RequestFacts) -> Sequence[ChannelWi
 
 def _notes(descriptor: Descriptor) -> list[str]:
     """Return a sentence for each task whose ranks could be faster: they share one device, as the
-    task starts them by itself, or have a GPU each and sum in host memory.
+    task starts them by itself, or have a GPU each and sum in host memory; and for each process
+    that has several devices and may not know it.
     """
+    devices = {task.name: task.devices.min for task in descriptor.tasks}
     launchers = {
         task.name: launcher
         for task in descriptor.tasks
         if task.run.kind == "command" and (launcher := find_launcher(task.run.argv))
     }
     alone = [
-        f"{name}: the ranks that {launcher.name} starts share one device. So that each has one, and"
-        f" the task can shrink and grow: {launcher.advice}"
+        f"{name}: the ranks that {launcher.name} starts share one device. So that each has one:"
+        f" --devices {launcher.ranks or 'N'}; and so that the task can shrink and grow:"
+        f" {launcher.advice}"
         for name, launcher in launchers.items()
-        if launcher.ranks != 1
+        if launcher.ranks != 1 and devices[name] == 1
+    ]
+    one_process = [
+        f"{task.name}: it is one process with {task.devices.min} devices. To have a rank started on"
+        f" each, set world_size (--ranks {task.devices.min})"
+        for task in descriptor.tasks
+        if task.run.kind == "command"
+        and task.world_size == 1 < task.devices.min
+        and task.name not in launchers
     ]
     apart = [
         f"{task.name}: its ranks have a GPU each, and their sums go through host memory. With"
@@ -327,7 +338,7 @@ def _notes(descriptor: Descriptor) -> list[str]:
         and task.devices.kind == "cuda"
         and task.collectives == EXACT
     ]
-    return alone + apart
+    return alone + one_process + apart
 
 
 def _type_faults(descriptor: Descriptor, preset_types: Sequence[str]) -> Iterator[Fault]:

@@ -730,8 +730,14 @@ class Stub:
             "ROUNDHOUSE_METRICS": os.devnull if rank else str(internal / "metrics"),
             "ROUNDHOUSE_RESTARTS": str(self.restarts),
             "ROUNDHOUSE_NOTICE": str(self._notice_file),
-            **(self._of_rank(rank) if self.gang is not None else {}),
+            **(self._of_rank(rank) if self.gang is not None else self._of_launcher),
         }
+
+    @property
+    def _of_launcher(self) -> dict[str, str]:
+        """Returns what lets a plain `torchrun SCRIPT` start a rank on each device of the task."""
+        devices = sum(self.start.seats)
+        return {"PET_NPROC_PER_NODE": str(devices)} if devices > 1 else {}
 
     def _of_rank(self, rank: int) -> dict[str, str]:
         assert self.gang is not None

@@ -58,6 +58,14 @@ def submit(
         int,
         typer.Option(min=1, help="number of ranks of a job or command, which share its devices"),
     ] = 1,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="devices that it needs at once; a command without --ranks has them in one process,"
+            " as torchrun or accelerate launch wants them",
+        ),
+    ] = None,
     kind: Annotated[
         str, typer.Option(help="kind of device; each rank of a command gets an accelerator")
     ] = "cpu",
@@ -198,6 +206,7 @@ def submit(
     roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
     roundhouse submit train.py --matrix seed=0-9 --stop loss@1000,3000 -- --seed '${matrix.seed}'
     roundhouse submit train.py --ranks 4 --kind cuda --collectives native
+    roundhouse submit folder --devices 4 --kind cuda -- torchrun --nproc-per-node 4 train.py
     roundhouse submit eval.py --after train --after baseline:ended
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
@@ -207,7 +216,9 @@ def submit(
         _must_read_params(source, job)
     source, command = _script(source, command or [])
     run = _run(source, job, command, bundle)
-    descriptor = _descriptor(source, run, ranks, kind, collectives)
+    descriptor = _descriptor(
+        source, run, ranks=ranks, devices=devices, kind=kind, collectives=collectives
+    )
     if name or (run is not None and usual_name):
         descriptor["name"] = name or usual_name
     if param:
@@ -335,6 +346,7 @@ _OWN_OPTIONS = {
     "--watch",
     "--check",
     "--ranks",
+    "--devices",
     "--kind",
     "--collectives",
     "--network",
@@ -391,13 +403,22 @@ def _run(source: Path | None, job: str, command: list[str], bundle: Path | None)
 
 
 def _descriptor(
-    source: Path | None, run: JSON | None, ranks: int, kind: str, collectives: str
+    source: Path | None,
+    run: JSON | None,
+    *,
+    ranks: int,
+    devices: int | None,
+    kind: str,
+    collectives: str,
 ) -> JSON:
     if run is not None:
         name = "train" if "job" in run else "command"
         task: JSON = {"name": name, "type": "train", "run": run, "world_size": ranks}
-        if kind != "cpu":
-            task["devices"] = {"kind": kind, **({"min": ranks} if "command" in run else {})}
+        if devices is None and kind != "cpu" and "command" in run:
+            devices = ranks
+        if devices is not None or kind != "cpu":
+            least = {} if devices is None else {"min": devices}
+            task["devices"] = {"kind": kind, **least}
         if collectives:
             task["collectives"] = collectives
         return {"tasks": [task]}
@@ -405,10 +426,10 @@ def _descriptor(
         raise typer.BadParameter(
             "name what to submit: a script, a descriptor, or a folder with code"
         )
-    if ranks > 1 or kind != "cpu" or collectives:
+    if ranks > 1 or devices is not None or kind != "cpu" or collectives:
         raise typer.BadParameter(
-            "--ranks, --kind and --collectives do not apply to a descriptor; set world_size, "
-            "devices and collectives in its tasks"
+            "--ranks, --devices, --kind and --collectives do not apply to a descriptor; set "
+            "world_size, devices and collectives in its tasks"
         )
     from app.cli.descriptor_file import read_descriptor
 

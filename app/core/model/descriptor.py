@@ -88,6 +88,7 @@ ONE_DEVICE = ("function", "command")
 MAX_TASKS = 1000
 MAX_MATRICES = 16  # most tasks of a request that have a matrix or a search
 MAX_ISLANDS = 64
+MAX_RANKS = 100_000
 MAX_PARAMS_BYTES = 256 * 1024  # most bytes of a task's parameters as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
 MAX_COMMAND_BYTES = 64 * 1024
@@ -404,7 +405,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
     name = fields.text("name", "", NAME, NAME_RULE)
     run = _run(fields.inside("run"), is_planned)
     usual = _executors(fields.body) if run.kind == "graph" else 1
-    world_size = fields.integer("world_size", usual, least=1, most=100_000)
+    world_size = fields.integer("world_size", usual, least=1, most=MAX_RANKS)
     max_duration_s = fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S)
     array, matrix, search = read_lot(fields)
     engine = read_collectives(fields, run_kind=run.kind, world_size=world_size)
@@ -424,6 +425,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             world_size,
             least=world_size if engine == NATIVE else 1,
             most=1 if run.kind in ONE_DEVICE else world_size,
+            own_ranks=run.kind == "command" and world_size == 1,
         ),
         islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
         reservation=fields.text("reservation", None, NAME, NAME_RULE),
@@ -563,7 +565,7 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
 def _check_launcher(fields: Fields, task: TaskDescriptor) -> None:
     """Report a launcher of ranks where its ranks would be too many.
 
-    On a CPU device they may share the device of one command.
+    On CPU devices they may share the devices of one command.
     """
     launcher = find_launcher(task.run.argv)
     if launcher is None:
@@ -574,10 +576,12 @@ def _check_launcher(fields: Fields, task: TaskDescriptor) -> None:
             "starts each rank as torchrun would. Name the script itself, as in [python, train.py]"
         )
         fields.fault("run/command", told, "launcher")
-    elif launcher.ranks > 1 and task.devices.kind != "cpu":
+    elif launcher.ranks > (has := task.devices.min) and task.devices.kind != "cpu":
         told = (
-            f"{launcher.name} would start {launcher.ranks} ranks on one {task.devices.kind} device."
-            f" Set world_size to {launcher.ranks} and name the script itself: {launcher.advice}"
+            f"{launcher.name} would start {launcher.ranks} ranks on {has} {task.devices.kind} "
+            f"device{'s' * (has > 1)}. Set devices.min to {launcher.ranks}; or, so that the ranks "
+            f"can be moved, set world_size to {launcher.ranks} and name the script itself: "
+            f"{launcher.advice}"
         )
         fields.fault("run/command", told, "launcher")
 
@@ -688,18 +692,21 @@ def _executors(body: JSON) -> int:
     devices = body.get("devices")
     said = devices if isinstance(devices, dict) else {}
     most = said.get("min") if said.get("max") is None else said["max"]
-    return most if isinstance(most, int) and 1 <= most <= 100_000 else 1
+    return most if isinstance(most, int) and 1 <= most <= MAX_RANKS else 1
 
 
-def _devices(fields: Fields, world_size: int, *, least: int, most: int) -> Devices:
+def _devices(fields: Fields, world_size: int, *, least: int, most: int, own_ranks: bool) -> Devices:
     """Read `devices`; `least` and `most` are the numbers of devices that the task has by
     default.
+
+    With `own_ranks` the task is one process, which may start a rank on each device by itself.
     """
     if not fields.given:
         return Devices(min=least, max=max(least, most))
-    why = f", as world_size is {world_size}"
-    least = fields.integer("min", least, least=1, most=world_size, why=why)
-    most = fields.integer("max", max(least, most), least=1, most=world_size, why=why)
+    why = "" if own_ranks else f", as world_size is {world_size}"
+    widest = MAX_RANKS if own_ranks else world_size
+    least = fields.integer("min", least, least=1, most=widest, why=why)
+    most = fields.integer("max", max(least, most), least=1, most=widest, why=why)
     if least > most:
         fields.fault("min", f"min must be at most max; got min {least} and max {most}", "range")
     devices = Devices(
@@ -708,7 +715,7 @@ def _devices(fields: Fields, world_size: int, *, least: int, most: int) -> Devic
         max=most,
         memory_bytes=fields.integer("memory_bytes", 0, least=0, most=MAX_MEMORY_BYTES),
         across_hosts=fields.flag("across_hosts", False),
-        choice=_choice(fields, world_size),
+        choice=_choice(fields, world_size, least),
     )
     fields.close()
     return devices
@@ -721,13 +728,13 @@ def labels_in(joined: str) -> tuple[str, ...]:
     return tuple(sorted({*joined.split(",")} - {""}))
 
 
-def _choice(fields: Fields, world_size: int) -> DeviceChoice:
+def _choice(fields: Fields, world_size: int, devices: int) -> DeviceChoice:
     return DeviceChoice(
         model=fields.text("model", "", MODEL, _MODEL_RULE),
         compute_capability=fields.text("compute_capability", "", CAPABILITY, _CAPABILITY_RULE),
         labels=_device_labels(fields, "labels"),
         avoid_labels=_device_labels(fields, "avoid_labels"),
-        fraction_milli=read_fraction(fields, world_size=world_size),
+        fraction_milli=read_fraction(fields, world_size=world_size, devices=devices),
     )
 
 

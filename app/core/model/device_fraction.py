@@ -16,7 +16,7 @@ NEED = "fraction"
 LEAST, MOST = 1 / WHOLE_MILLI, (WHOLE_MILLI - 1) / WHOLE_MILLI
 
 
-def read_fraction(fields: Fields, *, world_size: int) -> int:
+def read_fraction(fields: Fields, *, world_size: int, devices: int) -> int:
     """Return `devices.fraction` in thousandths; WHOLE_MILLI if the task takes whole devices."""
     fraction = fields.number("fraction", 1.0, above=0, most=MOST)
     milli = round(fraction * WHOLE_MILLI)
@@ -25,6 +25,8 @@ def read_fraction(fields: Fields, *, world_size: int) -> int:
     if 0 < milli < WHOLE_MILLI and world_size > 1:
         told = f"a fraction is of one device, for one rank; world_size is {world_size}"
         fields.fault("fraction", told, "fraction")
+    elif 0 < milli < WHOLE_MILLI and devices > 1:
+        fields.fault("fraction", f"a fraction is of one device; min is {devices}", "fraction")
     return milli or 1
 
 

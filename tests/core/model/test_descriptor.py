@@ -66,7 +66,27 @@ def test_launcher_of_several_ranks_is_refused_on_one_accelerator_with_the_number
     [fault] = refused.value.faults
     assert (fault.pointer, fault.code) == ("/tasks/0/run/command", "launcher")
     assert "--ranks 4 -- python ddp.py --lr 1" in fault.detail
-    parse({"bundle": BUNDLE, "tasks": [{**task, "devices": {"kind": "cpu"}}]})
+    assert "Set devices.min to 4" in fault.detail
+    for devices in ({"kind": "cpu"}, {"kind": "cuda", "min": 4}, {"kind": "cuda", "min": 8}):
+        [it] = parse({"bundle": BUNDLE, "tasks": [{**task, "devices": devices}]}).tasks
+        assert (it.devices.min, it.devices.max) == (devices.get("min", 1),) * 2
+
+
+def test_only_a_command_of_one_rank_may_have_more_devices_than_ranks() -> None:
+    devices = {"min": 2}
+    [it] = parse(one(run={"command": ["x"]}, devices=devices)).tasks
+    assert (it.world_size, it.devices.min, it.devices.max) == (1, 2, 2)
+    for task in (
+        {"run": {"job": "train:Train"}},
+        {"run": {"function": "m:f"}},
+        {"run": {"command": ["x"]}, "world_size": 2, "devices": {"min": 3}},
+    ):
+        assert "as world_size is" in faults(one(**{"devices": devices, **task}))[0].detail
+    part = {"min": 2, "fraction": 0.5}
+    [fault] = faults(one(run={"command": ["x"]}, devices=part))
+    assert (fault.pointer, fault.detail) == (
+        "/tasks/0/devices/fraction", "a fraction is of one device; min is 2",
+    )  # fmt: skip
 
 
 #: A descriptor that uses most fields.

@@ -353,7 +353,7 @@ def _of_command(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     Its devices cannot change: its processes have no safe point at which they could be told.
     """
     devices, ranks = task.devices, task.world_size
-    if devices.kind != "cpu" and ranks != devices.min:
+    if devices.kind != "cpu" and ranks not in (1, devices.min):
         told = (
             f"must be {ranks}: each of the {ranks} ranks needs a {devices.kind} device of its own"
         )

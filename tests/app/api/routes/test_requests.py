@@ -187,7 +187,22 @@ def test_launcher_on_one_device_is_noted_with_the_ranks_to_ask_for(red):
     answer = red.post("/v1/requests:validate", json=body)
     assert answer.status_code == 200, answer.text
     [note] = answer.json()["notes"]
+    assert "--devices 2" in note
     assert "--ranks 2 -- python train.py" in note
+
+
+def test_process_with_several_devices_is_noted_unless_it_starts_ranks(red, session):
+    body = descriptor()
+    for argv, noted in ((["torchrun", "train.py"], False), (["python", "train.py"], True)):
+        run = {"command": argv}
+        body["tasks"] = [{"name": "a", "run": run, "devices": {"min": 2}}]
+        answer = red.post("/v1/requests:validate", json=body)
+        assert answer.status_code == 200, answer.text
+        told = [
+            "a: it is one process with 2 devices. To have a rank started on each, set"
+            " world_size (--ranks 2)"
+        ]
+        assert answer.json()["notes"] == (told if noted else [])
 
 
 @pytest.mark.parametrize("collectives", ["exact", "native"])

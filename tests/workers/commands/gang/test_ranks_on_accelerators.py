@@ -89,6 +89,25 @@ def test_script_is_frozen_thawed_moved_and_resized_by_a_twin(host, undisturbed):
         assert 9 <= int(begun.split()[2]) < STEPS
 
 
+def test_launcher_starts_a_rank_on_each_device_of_its_command_and_is_frozen_with_them(host):
+    """`torchrun` without options: the environment says how many ranks there are."""
+    rig, begun = host(0), {"guests": ["h.1"], "world_size": 1}
+    words = shell(
+        'echo "$SIM_VISIBLE_DEVICES"; sleep 1;'
+        " exec torchrun --no-python sh -c 'echo rank $RANK of $WORLD_SIZE'"
+    )
+    launch(rig, "own", words, **begun)
+    rig.until(lambda: rig.printed("own") == ["0,1"])
+    rig.pause("own")
+    rig.event(Paused, "own")
+    rig.until(lambda: {*map(status_of, its_processes(rig))} == {psutil.STATUS_STOPPED})
+    launch(rig, "own", words, 2, **begun)
+    assert rig.event(Started, "own", 2).resumed == "resident"
+    rig.event(Finished, "own", 2, timeout_s=120)
+    lines = [line for line in ended(rig, "own", 2) if not line.startswith("[")]
+    assert sorted(lines) == ["rank 0 of 2", "rank 1 of 2"]
+
+
 # --- the hostile side -----------------------------------------------------------------------------
 
 
