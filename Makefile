@@ -10,7 +10,7 @@ TORCH := 2.13.0
 # Each process would compile all it imports again where this forbids Python to keep what it compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu setup browser skopeo
+.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu client setup browser skopeo
 
 demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with simulated accelerators
 	$(BIN)/python -m examples.$(if $(SIM),accelerators,demo)
@@ -58,6 +58,11 @@ gpu: setup  ## all that needs a CUDA device, in half an hour; SIM=1 on a simulat
 
 criu: setup  ## the program that stores processes of commands, into .criu; MIRROR=ADDRESS of Debian
 	$(BIN)/python -m app.local.criu_prefix .criu "$(MIRROR)"
+
+client: setup  ## a wheel of the command alone, without torch and the service, into client/dist
+	rm -rf client/build client/dist
+	$(BIN)/uv build --quiet --wheel --python $(BIN)/python client --out-dir client/dist
+	@ls client/dist/*.whl
 
 setup: $(STAMP) $(SIMULATOR)
 

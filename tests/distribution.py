@@ -40,8 +40,8 @@ _TOGETHER = (
         *("test_secrets.py", "test_tunnels.py"),
     ),
     (
-        *("test_commands.py", "test_datablocks.py", "test_environments.py", "test_notices.py"),
-        *("test_repositories.py", "test_sessions.py"),
+        *("test_client_wheel.py", "test_commands.py", "test_datablocks.py"),
+        *("test_environments.py", "test_notices.py", "test_repositories.py", "test_sessions.py"),
     ),
     (
         *("test_fractions.py", "test_frozen_beside_free.py", "test_graphs_executors.py"),

@@ -4,6 +4,7 @@ verbs.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -94,6 +95,16 @@ _REFUSALS = {
 def fail(code: int, told: Text) -> NoReturn:
     err().print(told)
     raise typer.Exit(code)
+
+
+def require_service() -> None:
+    """Fail if only `roundhouse-client` is installed, which has no module of the service."""
+    if find_spec("app.main") is None:
+        told = (
+            "This verb runs a part of the service, which is not in roundhouse-client. Install the "
+            "package roundhouse, in an environment of its own."
+        )
+        fail(USAGE, Text(told))
 
 
 app = typer.Typer(

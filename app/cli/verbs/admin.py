@@ -214,6 +214,7 @@ _DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="a device such 
 @device.command("key")
 def show_device_key() -> None:
     """Print the public key of this host, with which an administrator enrols its devices."""
+    root_command.require_service()
     from app.settings import settings
     from app.storage.signing import Signer
 

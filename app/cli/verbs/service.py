@@ -57,7 +57,10 @@ def mcp(
     try:
         from app.cli import agents
     except ImportError as error:
-        told = "this needs the package mcp: pip install 'roundhouse[mcp]'"
+        told = (
+            "this needs the package mcp: pip install 'roundhouse-client[mcp]', or "
+            "'roundhouse[mcp]' where the service is installed"
+        )
         raise typer.BadParameter(told) from error
     agents.server(lambda: root_command.connect(ctx), write=write).run()
 
@@ -80,6 +83,7 @@ def worker(
 
 def _become(module: str, given: Mapping[str, object], devices: Sequence[str] | None) -> NoReturn:
     """Run a module of this installation in place of this process, with the options that are set."""
+    root_command.require_service()
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     words += [f"--device={one}" for one in devices or ()]
     sys.stdout.flush()
