@@ -426,8 +426,15 @@ _TASK = _object(
                 "across_hosts": {
                     "type": "boolean",
                     "default": False,
-                    "description": "its ranks or executors may lie on several hosts",
+                    "description": "its ranks or executors may lie on several hosts. Implied by"
+                    " `hosts` of more than 1, and then never false",
                 },
+                "hosts": _whole(
+                    "the number of hosts of one island on which the devices of a job lie, as many"
+                    " on each: `min` is a multiple of it, and `max` is `min`. Default: 1, or any"
+                    " number if `across_hosts` is set",
+                    None,
+                ),
                 "fraction": {
                     "type": "number",
                     "minimum": 0.001,

@@ -255,6 +255,8 @@ OF_SCHEMA = {
     "Decided.against": "The task for which another one gave way; null: none.",
     "Decided.devices": "The devices that the decision gives or takes.",
     "DescriptorTask.devices": "Which devices the task takes, and how many.",
+    "DeviceChoice.hosts": "The number of hosts on which the devices must be, as many on each; 0: on"
+    " one, or on any number.",
     "DeviceChoice.labels": "Labels that the device must have.",
     "DeviceChoice.needs": "Abilities that the device must have.",
     "DeviceChoice.reservation": "Id of the reservation to whose devices it is confined; empty if"

@@ -364,6 +364,10 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
         raise Conflict("the task has one rank, which uses one device; see `world_size`")
     if task.gang_id:
         raise Conflict("the gang spans islands; its number of devices is fixed")
+    if hosts := spec.devices.choice.hosts:
+        raise Conflict(
+            f"the task has as many devices on each of {hosts} hosts; their number is fixed"
+        )
     if not task.devices_min <= most <= ranks:
         told = f"must be {task.devices_min} to {ranks} devices for {ranks} ranks; got {most}"
         raise BadInput.at("/devices_max", told, "range")

@@ -425,8 +425,9 @@ class AssignmentScene:
         return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: AnyRow, stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
-        """Return the islands that have enough devices of sufficient size, on one host if the task
-        needs that; if it names a reservation, only the island that it is of.
+        """Return the islands that have enough devices of sufficient size, on one host or as many
+        on each of several if the task needs that; if it names a reservation, only the island that
+        it is of.
         """
         traits = (task.device_choice, task.across_hosts, task.memory_bytes, task.devices_min)
         need = (stocks is self.up, task.kind, *traits, task.reserved_on)
@@ -441,7 +442,12 @@ class AssignmentScene:
 
     def _most(self, task: AnyRow, island: str) -> int:
         """The number of devices that the task can have at once on the island."""
-        offer = self.offers[island, task.kind].chosen(choice_in(task.device_choice))
+        choice = choice_in(task.device_choice)
+        offer = self.offers[island, task.kind].chosen(choice)
+        if choice.hosts:
+            share: int = task.devices_min // choice.hosts
+            able = offer.hosts_with(share, task.memory_bytes)[island]
+            return share * min(able, choice.hosts)
         if task.across_hosts:
             return offer.by_island(task.memory_bytes)[island]
         return offer.together(task.memory_bytes)

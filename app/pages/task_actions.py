@@ -172,6 +172,8 @@ def _widths(task: Task) -> Sequence[int]:
     ranks = task.descriptor.get("world_size", 1)  # a ticket of a gang has no whole descriptor
     if ranks == 1 or "job" not in task.descriptor["run"]:
         return ()
+    if task.descriptor.get("devices", {}).get("hosts"):
+        return ()
     return range(task.devices_min, ranks + 1)
 
 

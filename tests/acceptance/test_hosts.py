@@ -95,6 +95,17 @@ def test_gang_that_needs_two_devices_begins_on_two_hosts_and_is_paused(hosts, un
     assert task["lost_steps"] == 0, events(client, id)
 
 
+def test_gang_on_a_number_of_hosts_has_as_many_devices_on_each(hosts, undisturbed):
+    client = hosts.client("alpha")
+    with hosts.gate() as gate:
+        id = train(client, "even", gate=gate, devices={"min": 2, "hosts": 2})
+        hosts.wait_running(client, id)
+        task = client.request(id)["tasks"][0]
+        assert {task["seat"], *task["lent"]} == {"local.0", "local-2.1"}
+        assert (task["hosts"], task["across_hosts"]) == (2, True)
+    is_right(hosts, client, id, undisturbed)
+
+
 @pytest.mark.parametrize("victim", ["home", pytest.param("other", marks=pytest.mark.long)])
 def test_gang_resumes_from_its_checkpoint_after_the_worker_of_a_host_is_killed(
     hosts, undisturbed, victim

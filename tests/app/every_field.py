@@ -207,6 +207,12 @@ TASKS: list[JSON] = [
         "collectives": "native",
         "devices": {"kind": KIND, "min": 2, "max": 2},
     },
+    {
+        "name": "even",
+        "run": {"job": "train:Train"},
+        "world_size": 4,
+        "devices": {"kind": KIND, "min": 2, "max": 2, "across_hosts": True, "hosts": 2},
+    },
     {"name": "boxed", "run": {"command": ["true"]}, "image": "debian", "devices": {"kind": KIND}},
 ]
 

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 from typer.testing import CliRunner
 
@@ -37,6 +37,7 @@ from app.db.models import (
     Device,
     Environment,
     Graph,
+    Host,
     Mount,
     Request,
     Reservation,
@@ -122,6 +123,19 @@ def able(world: World, session: Session) -> None:
     facts = {**FACTS, "offers": [*FACTS["offers"], *needs]}
     with transaction() as its:
         its.execute(update(Device).values(facts=facts, kind=KIND))
+        its.add(Host(name="g", island="isle"))
+        its.flush()
+        its.add(
+            Device(
+                id="g.0",
+                host="g",
+                island="isle",
+                kind=KIND,
+                memory_bytes=2**30,
+                facts=facts,
+                lease_until=func.now() + timedelta(hours=1),
+            )
+        )
         its.execute(
             update(Tenant)
             .where(Tenant.id.in_(["ten_root", "ten_red"]))
@@ -262,6 +276,7 @@ class TestRows:
         assert choice_in(task.device_choice) == choice
         others = {name: choice_in(row.device_choice) for name, row in posted.tasks.items()}
         assert others["tool"].fraction_milli == 250
+        assert others["even"].hosts == 2
         assert {name: others[name].needs for name in ("make", "tool", "shell", "boxed")} == {
             "make": ("isolation",),
             "tool": ("fraction", "notice"),
@@ -336,6 +351,7 @@ IN_ANSWER: dict[Place, Place] = {
     ("devices", "min"): ("devices_min",),
     ("devices", "max"): ("devices_max",),
     ("devices", "across_hosts"): ("across_hosts",),
+    ("devices", "hosts"): ("hosts",),
     ("network", "allow"): ("network", "allow"),
     ("start", "after"): ("needs",),
     ("start", "after_requests"): ("after_requests",),
@@ -499,6 +515,7 @@ class TestPage:
         asked = "2 cuda, 4.8 MiB of model h100 of compute capability 8.9 with label fast and nvlink"
         assert f"{asked} without label spot" in page
         assert "0.25 cuda" in page
+        assert "2 cuda on 2 hosts" in page
         assert page.count(", priority 7") == len(posted.tasks)
 
 

@@ -527,6 +527,7 @@ def new_task_out(
         "devices_min": spec.devices.min,
         "devices_max": spec.devices.max,
         "across_hosts": spec.devices.across_hosts,
+        "hosts": spec.devices.hosts,
         "hold": task.hold,
         "step": task.step,
         "request_id": request["id"],
@@ -617,6 +618,7 @@ def _task_out(
     shown = {name: loaded[name] for name in _COLUMNS}
     next_time = resources_to_request(task.state, task.peaks)
     shown |= {
+        "hosts": choice_in(loaded["device_choice"]).hosts or None,
         "phase": phases.of_task(task),
         "needs": needs,
         "after_requests": awaited,

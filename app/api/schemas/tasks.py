@@ -207,6 +207,11 @@ class TaskOut(Out):
     devices_min: int = Field(1, description="Number of devices of this kind that the task needs.")
     devices_max: int = Field(1, description="Number of devices that the task can use.")
     across_hosts: bool = Field(False, description="Whether the devices may be on several hosts.")
+    hosts: int | None = Field(
+        None,
+        description="The number of hosts on which the devices are, as many on each; null: one, or "
+        "any number if `across_hosts` is set.",
+    )
     tier: Tier = Field("standard", description="The tier of the request.")
     state: TaskState = Field(description="The scheduler's state, finer than `phase`.")
     phase: PhaseWord = Field(description=PHASE_TEXT)

@@ -205,6 +205,18 @@ class InstallingHost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvenHosts:
+    """Counts the hosts for a gang that needs `share` devices on each of `hosts`."""
+
+    hosts: int
+    share: int
+    open: int  # hosts where that many devices take work
+    free: int  # hosts where that many are free or lent
+    lacks_open: int  # fewest devices that would have to take work in addition
+    lacks: int  # fewest devices that would have to be free in addition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blockers:
     """Lists what stands between an eligible task and its devices, as `core.scheduling.blockers`
     finds it.
@@ -246,6 +258,7 @@ class Blockers:
     avoided: tuple[AvoidedDevice, ...] = ()  # open devices on which it failed
     # hosts where the task's packages are not ready; their devices are not counted
     installing: tuple[InstallingHost, ...] = ()
+    even: EvenHosts | None = None  # set for a gang that needs as many devices on each of its hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -577,6 +590,11 @@ def _where_its_state_is(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
         yield _reason("IMAGE_BEING_SAVED", told, until, change)
 
 
+def _lacks(task: BoardTask, seen: Blockers) -> int:
+    """Return how many more devices would have to be free; 0 or less if enough are."""
+    return task.width - seen.free - seen.lent if seen.even is None else seen.even.lacks
+
+
 def _devices(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     what = _what(task)
     if seen.up == 0 and not seen.avoided:
@@ -610,11 +628,11 @@ def _devices(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
             taken += f"{_is(seen.busy)} too full"
             until = f"{told_fraction(milli)} of a {what} becomes free"
         told = f"{taken}; a time slice lasts at least {rounded(seen.turn_s)} s."
-        more = max(1, task.width - seen.free - seen.lent)
+        more = max(1, _lacks(task, seen))
         change = Change(action="free_devices", value=more, of=task.kind)
         yield _reason("WAITING_FOR_DEVICE", told, until, change)
     yield from _partly_drained(task, seen)
-    if seen.avoided and seen.free + seen.lent < task.width and not seen.pinned_to:
+    if seen.avoided and _lacks(task, seen) > 0 and not seen.pinned_to:
         yield _avoids(seen.avoided)
 
 
@@ -653,7 +671,7 @@ def _partly_drained(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 
     A task that only one device suits gains nothing from the drained ones.
     """
-    lacks = task.width - seen.free - seen.lent
+    lacks = _lacks(task, seen)
     drained = seen.up - seen.open - len(seen.stopping)
     if lacks <= 0 or seen.pinned_to or not (drained and (seen.open or seen.stopping)):
         return
@@ -671,7 +689,7 @@ def _stopping(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 
     A task for which only one device is suitable is told about that device (`_where_its_state_is`).
     """
-    lacks, stopping = task.width - seen.free - seen.lent, len(seen.stopping)
+    lacks, stopping = _lacks(task, seen), len(seen.stopping)
     if lacks <= 0 or seen.pinned_to or not stopping:
         return
     shown, back = ", ".join(seen.stopping[:STOPPING_TOLD]), min(lacks, stopping)
@@ -692,7 +710,25 @@ def _unfit(devices: Sequence[str]) -> str:
     return f"{told} {more} more are faulty too." if more > 0 else told
 
 
+def _even_gang(task: BoardTask, even: EvenHosts) -> Iterator[Reason]:
+    """Yield how many of its hosts a gang lacks that needs as many devices on each."""
+    needs, devices = f"Needs {even.hosts} hosts with {even.share}", _plural(_what(task), even.share)
+    if even.open < even.hosts:
+        told = f"{needs} {devices} each that take work; {even.open} {_has(even.open)} them."
+        until = f"{even.hosts} hosts have them"
+        change = Change(action="open_devices", value=even.lacks_open, of=task.kind)
+        yield _reason("TOO_FEW_DEVICES", told, until, change)
+    elif even.free < even.hosts:
+        told = f"{needs} free {devices} each; {even.free} {_has(even.free)} them."
+        until = f"{even.hosts} hosts have them free, or they give way"
+        change = Change(action="free_devices", value=even.lacks, of=task.kind)
+        yield _reason("GANG_NEEDS_MORE_DEVICES", told, until, change)
+
+
 def _gang(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
+    if seen.even is not None:
+        yield from _even_gang(task, seen.even)
+        return
     what, once = _what(task), f"of {seen.host} at once" if seen.host else "at once"
     if 0 < seen.open < task.width:
         there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
@@ -944,6 +980,10 @@ def _plural(what: str, n: int) -> str:
 
 def _is(n: int) -> str:
     return "is" if n == 1 else "are"
+
+
+def _has(n: int) -> str:
+    return "has" if n == 1 else "have"
 
 
 def _go(n: int) -> str:

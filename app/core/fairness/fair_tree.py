@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import heapify, heappop, heappush, heappushpop
 from itertools import chain
@@ -49,8 +49,9 @@ class Lane:
     (`core.model.device_choice`). `pins` are the only suitable devices, if there are any. `host` is
     the only suitable host; "" in a queue stands for any one host. `fresh` tasks have held devices
     for less than a minute and have queues of their own (rule F8). `milli` are the thousandths that
-    the choice asks of a device. The function `lane` makes the objects, so that equal ones are
-    identical and hash fast.
+    the choice asks of a device. If the choice names more than one of `hosts`, `places` are the only
+    suitable devices, as many on each host (`on_places`); in a queue there are none. The function
+    `lane` makes the objects in queues, so that equal ones are identical and hash fast.
     """
 
     kind: str
@@ -60,10 +61,14 @@ class Lane:
     host: str | None = None
     fresh: bool = False
     choice: str = ""
+    places: tuple[str, ...] = ()
     milli: int = field(init=False)
+    hosts: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "milli", choice_in(self.choice).fraction_milli)
+        choice = choice_in(self.choice)
+        object.__setattr__(self, "milli", choice.fraction_milli)
+        object.__setattr__(self, "hosts", choice.hosts)
 
     @property
     def is_fraction(self) -> bool:
@@ -91,6 +96,14 @@ def lane(
 
 def on_host(here: Lane, host: str) -> Lane:
     return _like(here, here.pins, host, here.fresh)
+
+
+def on_places(here: Lane, places: tuple[str, ...]) -> Lane:
+    """Return the lane with the only devices that suit it now.
+
+    Such lanes are as many as there are choices of devices, so they are not kept.
+    """
+    return replace(here, places=places)
 
 
 def unpinned(here: Lane) -> Lane:

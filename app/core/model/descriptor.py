@@ -60,6 +60,7 @@ from app.core.model.provisions.environment import (
     read_environment,
     read_task_environment,
 )
+from app.core.model.provisions.host_parts import check_parts, read_hosts
 from app.core.model.provisions.lots import Array, Matrix, read_lot
 from app.core.model.provisions.mounts import need_of, read_mounts
 from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, read_network
@@ -198,8 +199,8 @@ class StartConditions:
 class Devices:
     """Asks for `min` to `max` devices of one kind, each with at least `memory_bytes`.
 
-    The devices lie on one host, or on several hosts of an island if `across_hosts` is set.  Each
-    of them suits the `choice`.
+    The devices lie on one host, or on several hosts of an island if `across_hosts` is set; if the
+    `choice` names their number, on so many, as many on each.  Each of them suits the `choice`.
     """
 
     kind: str = "cpu"
@@ -208,6 +209,13 @@ class Devices:
     memory_bytes: int = 0
     across_hosts: bool = False
     choice: DeviceChoice = ANY_DEVICE
+
+    @property
+    def hosts(self) -> int | None:
+        """On how many hosts the devices lie, as many on each; None for one, or for any number if
+        `across_hosts` is set.
+        """
+        return self.choice.hosts or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,9 +380,13 @@ def _task(fields: Fields) -> TaskDescriptor:
             most=on.max,
             kind=on.kind,
             across_hosts=on.across_hosts,
+            hosts=on.choice.hosts,
         )
     if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
         told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
+        fields.fault("islands", told)
+    if task.islands > 1 and task.devices.choice.hosts:
+        told = "must be 1: the devices on a number of hosts are of one island; or leave hosts out"
         fields.fault("islands", told)
     if task.islands > 1 and task.reservation is not None:
         told = "a reservation is of one island; set islands to 1, or leave it out"
@@ -705,17 +717,21 @@ def _devices(fields: Fields, world_size: int, *, least: int, most: int, own_rank
         return Devices(min=least, max=max(least, most))
     why = "" if own_ranks else f", as world_size is {world_size}"
     widest = MAX_RANKS if own_ranks else world_size
+    hosts, across_hosts = read_hosts(fields, most=widest, why=why)
     least = fields.integer("min", least, least=1, most=widest, why=why)
-    most = fields.integer("max", max(least, most), least=1, most=widest, why=why)
+    usual = least if hosts else max(least, most)
+    most = fields.integer("max", usual, least=1, most=widest, why=why)
     if least > most:
         fields.fault("min", f"min must be at most max; got min {least} and max {most}", "range")
+    elif hosts:
+        check_parts(fields, hosts, least=least, most=most)
     devices = Devices(
         kind=fields.text("kind", "cpu", NAME, NAME_RULE),
         min=least,
         max=most,
         memory_bytes=fields.integer("memory_bytes", 0, least=0, most=MAX_MEMORY_BYTES),
-        across_hosts=fields.flag("across_hosts", False),
-        choice=_choice(fields, world_size, least),
+        across_hosts=across_hosts,
+        choice=replace(_choice(fields, world_size, least), hosts=hosts),
     )
     fields.close()
     return devices
@@ -806,6 +822,7 @@ def as_json(task: TaskDescriptor) -> JSON:
             "max": task.devices.max,
             "memory_bytes": task.devices.memory_bytes,
             "across_hosts": task.devices.across_hosts,
+            "hosts": task.devices.hosts,
             "model": task.devices.choice.model or None,
             "compute_capability": task.devices.choice.compute_capability or None,
             "labels": list(task.devices.choice.labels),

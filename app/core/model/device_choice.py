@@ -84,12 +84,14 @@ NOW = ("environments", "builds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChoice:
-    """Holds what a task asks of each of its devices; an empty field asks for nothing.
+    """Holds what a task asks of each of its devices, and of their number on each host; an empty
+    field asks for nothing.
 
     `model` has words of the model's name, such as `h100`.  A device has at least
     `compute_capability`, all of `labels` and none of `avoid_labels`, and offers all of `needs`
     (NEED); the three are sorted.  The task takes `fraction_milli` thousandths of its device; other
-    tasks may have the rest at the same time.
+    tasks may have the rest at the same time.  If it names more than one of `hosts`, its devices lie
+    on so many, as many on each.
     """
 
     model: str = ""
@@ -98,6 +100,7 @@ class DeviceChoice:
     avoid_labels: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     fraction_milli: int = WHOLE_MILLI
+    hosts: int = 0
     resources: tuple[tuple[str, int], ...] = ()  # `provisions.resources`, sorted by name
     avoid_devices: tuple[str, ...] = ()  # ids of devices on which the task failed, sorted
     reservation: str = ""  # id of a reservation of certain devices, which alone the task may have
@@ -175,6 +178,7 @@ def text_of(choice: DeviceChoice) -> str:
         *(f"-{label}" for label in choice.avoid_labels),
         *(f"!{need}" for need in choice.needs),
         *([f"%{choice.fraction_milli}"] if choice.fraction_milli < WHOLE_MILLI else ()),
+        *([f"#{choice.hosts}"] if choice.hosts else ()),
         *(f"&{name}={most}" for name, most in choice.resources),
         *(f"~{device}" for device in choice.avoid_devices),
         # last, as SQL appends it to the text (`intake`, `lots`) and cuts it off (`reserved_tasks`)
@@ -217,6 +221,7 @@ def choice_in(text: str) -> DeviceChoice:
         avoid_labels=named("-"),
         needs=named("!"),
         fraction_milli=int("".join(named("%")) or WHOLE_MILLI),
+        hosts=int("".join(named("#")) or 0),
         resources=tuple(_resource(said) for said in named("&")),
         avoid_devices=named("~"),
         reservation="".join(named("@")),

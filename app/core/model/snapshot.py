@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
 from app.core.model.decision_rule import DecisionRule
-from app.core.model.device_choice import NO_TRAITS, DeviceTraits
+from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.retry_decision import AvoidedDevice
 
 TIER_SHARE = {"premium": 0.95, "standard": 0.70, "basic": 0.0}
@@ -319,6 +319,13 @@ class BoardTask:
     retry_at_s: float = 0.0
     avoids: tuple[AvoidedDevice, ...] = ()  # devices on which it failed, some for too long by now
     unstored: str = ""  # why the store refuses its newest checkpoint or output
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts its devices lie, as many on each; 0: on one, or on any number if
+        `across_hosts`.
+        """
+        return choice_in(self.choice).hosts if self.choice else 0
 
     @property
     def waits_since_s(self) -> float:

@@ -21,6 +21,7 @@ from app.core.explanation.waiting_reasons import (
     OF_USER,
     Ahead,
     Blockers,
+    EvenHosts,
     InstallingHost,
     Shut,
     Standing,
@@ -31,6 +32,7 @@ from app.core.model.device_choice import DeviceChoice, choice_in
 from app.core.model.retry_decision import AvoidedDevice
 from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling.board import MILLI, Board, place_in_line
+from app.core.scheduling.gangs.even_hosts import hosts_with
 from app.core.scheduling.reclaim import elastic
 from app.core.scheduling.reclaim.preemption import below, goes_before, is_reserved, sides
 from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
@@ -115,7 +117,10 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
     shut = tuple(each for each in found if each.action != "demote")
     pins = board.pins(task)
     lent = sum(offer.suits for offer in elastic.offers(board, task))
-    could = free + lent >= task.width and not shut and not pins
+    idle = [id for id in open_ if not holders[id] and id not in board.kept_for]
+    even = _even_hosts(board, task, open_, idle) if task.hosts and open_ and not pins else None
+    enough = free + lent >= task.width if even is None else even.free >= even.hosts
+    could = enough and not shut and not pins
     are_free = (id in holders and not holders[id] and id not in board.kept_for for id in pins)
     pin_is_free = bool(pins) and all(are_free)
     kept = could and (_gangs(board, task.kind) if gangs is None else gangs)
@@ -142,7 +147,30 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
         goes_on_on=_goes_on_on(board, here, task, open_),
         avoided=tuple(_avoided(board, task, choice)),
         installing=tuple(_installing(board, task, choice)),
+        even=even,
         **_holders(board, task, busy),
+    )
+
+
+def _even_hosts(
+    board: Board, task: BoardTask, open_: Iterable[str], idle: Iterable[str]
+) -> EvenHosts:
+    """Count the hosts that have the part of a gang on even hosts that would lie on one."""
+    share, host_of = task.width // task.hosts, board.pools[task.kind].hosts
+    open_on = Counter(host_of[id] for id in open_)
+    free_on = Counter(host_of[id] for id in {*idle, *board.lent_places().intersection(open_)})
+
+    def lacking(on: Counter[str]) -> int:
+        best = [n for _, n in on.most_common(task.hosts)]
+        return task.width - sum(min(share, n) for n in best)
+
+    return EvenHosts(
+        hosts=task.hosts,
+        share=share,
+        open=hosts_with(open_on, hosts=task.hosts, width=task.width),
+        free=hosts_with(free_on, hosts=task.hosts, width=task.width),
+        lacks_open=lacking(open_on),
+        lacks=lacking(free_on),
     )
 
 

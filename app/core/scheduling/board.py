@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain, islice
@@ -31,6 +31,7 @@ from app.core.fairness.fair_tree import (
     both_of,
     lane,
     on_host,
+    on_places,
     with_choice,
 )
 from app.core.fairness.usage_decay import carried_over
@@ -52,6 +53,7 @@ from app.core.model.snapshot import (
     changed,
 )
 from app.core.model.story import Story
+from app.core.scheduling.gangs.even_hosts import DeviceOffer, hosts_with
 from app.core.scheduling.pool import FreePart, Pool, part_bytes
 from app.core.scheduling.rounds.round_memory import RoundMemory
 from app.core.scheduling.stays import (
@@ -70,6 +72,9 @@ from app.core.scheduling.stays import (
 from app.core.scheduling.urgency import Urgency
 
 MILLI = 1000  # thousandths in a cost of 1
+#: What a gang on even hosts costs others with a device that is free, but frozen on or kept for one
+#: of them; that a task is leaving; that a task can return; that a task needs.
+OTHERS_COST, LEAVING_COST, LENT_COST, HELD_COST = 1, 2, 3, 4
 
 
 class Board:
@@ -148,6 +153,8 @@ class Board:
         # kind -> tasks that avoid devices on which they failed, as entered in their queues
         self._avoiding: dict[str, dict[str, None]] = {}
         self.sought: dict[str, str] = {}  # task -> the host on which a place for it is being tried
+        # gang on several even hosts -> the devices that this round empties or keeps for it
+        self.places: dict[str, tuple[str, ...]] = {}
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
         # device -> the tenant or user for which it is reserved by name now (`reserved_places`)
         self.reserved: dict[str, str] = {}
@@ -640,6 +647,9 @@ class Board:
             return False
         need = task.kind, task.width, task.memory_bytes
         here = lane(*need, choice=with_packages(choice, ""))
+        if task.hosts:
+            size = pool.by_host(pool.open, here)
+            return hosts_with(size, hosts=task.hosts, width=task.width) >= task.hosts
         sizes = pool.by_host(pool.open, here).values() if task.one_host else [pool.suiting(here)]
         return max(sizes, default=0) >= task.width
 
@@ -689,8 +699,10 @@ class Board:
                 self._line_up(self.tasks[id], returns=True)
 
     def lane(self, task: BoardTask) -> Lane:
-        """Return the task's lane, with the host that is the best one now."""
+        """Return the task's lane, with the host or the places that are the best now."""
         here = self.lane_in_line(task)
+        if task.id in self.places:
+            return on_places(here, self.places[task.id])
         if task.id in self.sought:
             return on_host(here, self.sought[task.id])
         return self.bound(here)
@@ -709,13 +721,46 @@ class Board:
         return sorted(host for host, n in size.items() if n >= task.width and host != here.host)
 
     def bound(self, here: Lane) -> Lane:
-        """Add to a one-host lane the host where enough devices are likely to be free first."""
+        """Add to a one-host lane the host where enough devices are likely to be free first, and to
+        a lane of several even hosts the devices there.
+        """
         pool = self.pools.get(here.kind)
+        if pool is not None and here.hosts and not here.pins:
+            return on_places(here, self._even_places(pool, here))
         if here.host is None or pool is None:
             return here
         return on_host(
             here, pool.hosts[here.pins[0]] if here.pins else pool.home(here, self._lent())
         )
+
+    def _even_places(self, pool: Pool, here: Lane) -> tuple[str, ...]:
+        """Choose devices on even hosts: free ones if they are enough, or else also those that can
+        be returned, and then any.
+        """
+        idle = list(self.idle_offers(pool, here))
+        if places := pool.evenly(here, idle):
+            return places
+        lent, held = self.lent_places(), list[DeviceOffer]()
+        for id, memory_bytes in pool.open.items():
+            if id not in pool.free and pool.fits(id, here):
+                at_s, cost = (self.now_s, LENT_COST) if id in lent else (NEVER, HELD_COST)
+                held.append(DeviceOffer(at_s, cost, (memory_bytes,), id, is_idle=False))
+        return pool.evenly(here, [*idle, *held])
+
+    def idle_offers(self, pool: Pool, here: Lane) -> Iterator[DeviceOffer]:
+        """Yield the free devices that suit a lane of even hosts.
+
+        Those cost nothing on which no other task is frozen, and that are not kept for others.
+        """
+        others = {*self.pinned(), *self.reserved, *chain.from_iterable(self.places.values())}
+        for id, leaving in pool.free.items():
+            if pool.fits(id, here):
+                cost = LEAVING_COST if leaving else OTHERS_COST if id in others else 0
+                yield DeviceOffer(self.now_s, cost, (pool.open[id],), id, is_idle=True)
+
+    def lent_places(self) -> frozenset[str]:
+        """Return devices that tasks can return at once, as many as each holds beyond its need."""
+        return frozenset(id for most, devices in self._lent() for id in devices[-most:])
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
         """Return the surplus of each task that holds more than it needs, and the devices it can

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core.explanation import waiting_reasons
-from app.core.fairness.fair_tree import Branch, Lane, above, both_of
+from app.core.fairness.fair_tree import Branch, Lane, above, both_of, on_places
 from app.core.model import lifecycle
 from app.core.model.decision_rule import DecisionRule
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
@@ -35,7 +35,7 @@ from app.core.model.snapshot import (
 )
 from app.core.scheduling import blockers, idle_credit
 from app.core.scheduling.board import Board
-from app.core.scheduling.gangs import gang_waits, nearness
+from app.core.scheduling.gangs import gang_places, gang_waits, nearness
 from app.core.scheduling.gangs.island_gangs import OVER
 from app.core.scheduling.reclaim import elastic, over_limit, preemption, reserved_places
 from app.core.scheduling.sharing import (
@@ -70,6 +70,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     carried out.
     """
     draft = _DraftPlan(board)
+    board.places.clear()
     if not board.memory.goes_on:
         board.memory.in_the_way, board.memory.tried = set(), {}
         board.memory.waits = tuple(board.waits.values())
@@ -570,7 +571,7 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
         if not _make_room(draft, task, rule) and shut is None:
             keeper = _keep(board, task, preemption.turns_end(board, task), urgent=True)
             if keeper.at_s < NEVER:
-                kept[task.kind] = keeper
+                kept[task.kind] = _placed(board, keeper)
                 board.memory.in_the_way.add(task.id)
             else:  # the protection of running tasks ends at some time
                 later_s = max(slice_us(board.policy, task) / 1e6, RESOLUTION_S)
@@ -626,10 +627,15 @@ def _goes_on_waiting(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
     ):
         gang_waits.end(board, kind, started=task)
         return None
+    keeper = _KeptForGang(task.id, board.lane(task), board.waits[kind].at_s, 0)
+    if task.hosts:
+        ends = preemption.turns_end(board, task, urgent=False)
+        keeper = _placed(board, replace(_keep(board, task, ends, urgent=False), at_s=keeper.at_s))
     if gang_waits.is_passed_over(board, task):
         gang_waits.end(board, kind)
+        board.places.pop(task.id, None)
         return None
-    return _KeptForGang(task.id, board.lane(task), board.waits[kind].at_s, 0)
+    return keeper
 
 
 def _begins_to_wait(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
@@ -647,7 +653,7 @@ def _begins_to_wait(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
         draft.again_s = min(draft.again_s, gang_waits.put_off(board, kind, keeper.at_s))
         return None
     gang_waits.begin(board, task, keeper.at_s)
-    return keeper
+    return _placed(board, keeper)
 
 
 def _keep(
@@ -662,6 +668,9 @@ def _keep(
     tasks.
     """
     pool, lane = board.pools[task.kind], board.lane(task)
+    if lane.hosts and not lane.pins:
+        places, at_s = gang_places.soonest(board, task, ends)
+        return _KeptForGang(task.id, on_places(lane, places) if places else lane, at_s, 0)
     have = pool.pins_free(lane) if lane.pins else pool.fitting(lane)
     have += sum(offer.suits for offer in elastic.offers(board, task, urgent=urgent))
     for at_s, id, devices in ends:
@@ -672,6 +681,13 @@ def _keep(
         if have >= lane.width:
             return _KeptForGang(task.id, lane, max(at_s, board.now_s), have - lane.width)
     return _KeptForGang(task.id, lane, NEVER, 0)
+
+
+def _placed(board: Board, keeper: _KeptForGang) -> _KeptForGang:
+    """Keep the very devices on even hosts that the gang will have; others take them last."""
+    if keeper.lane.places:
+        board.places[keeper.gang] = keeper.lane.places
+    return keeper
 
 
 # --- graphs that share a device -----------------------------------------------------------------
@@ -854,7 +870,8 @@ def _find_no_seat(
     easy = backfill == "easy" and not board.policy.turns
     if task.width > 1 and easy and task.kind not in kept:
         ends = board.pools[task.kind].ends
-        kept[task.kind] = _keep(board, task, ends, urgent=False, turns=False)
+        keeper = _keep(board, task, ends, urgent=False, turns=False)
+        kept[task.kind] = _placed(board, keeper)
         board.memory.in_the_way.add(task.id)
     for lane in [lane for lane in open_ if lane.kind == task.kind]:
         hopeless = _nothing_free(board, lane) and preemption.nobody_can_gain(board, task)
@@ -885,7 +902,7 @@ def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int
     pool = board.pools.get(lane.kind)
     if pool is None or not (kept.lane.memory_bytes or kept.lane.host or kept.lane.choice):
         return lane.width
-    devices = pool.best(board.lane(task), task.image_on, board.pinned())
+    devices = _best(board, task, board.lane(task))
     return sum(pool.takes(id, kept.lane) for id in devices) if devices else lane.width
 
 
@@ -925,8 +942,10 @@ def _best(board: Board, task: BoardTask, lane: Lane) -> list[str]:
     """Choose the devices for a task; [] if too few are free."""
     pool = board.pools[task.kind]
     devices = pool.best(lane, task.image_on, board.pinned())
-    if board.reserved and any(id in board.reserved for id in devices):
-        devices = pool.instead(devices, lane, pool.free.keys() - board.reserved.keys())
+    kept = {id for gang, places in board.places.items() if gang != task.id for id in places}
+    for others in (board.reserved.keys(), kept):
+        if others and not others.isdisjoint(devices):
+            devices = pool.instead(devices, lane, pool.free.keys() - others)
     if board.left and (wanted := over_limit.places_to_take(board, task)):
         return pool.instead(devices, lane, wanted)
     return devices
@@ -977,8 +996,10 @@ def _make_room(
     """Launch a task in the place of tasks that had more or borrowed.
 
     Returns False if too few tasks give way. For a one-host task every host with enough devices is
-    tried.
+    tried, and for a task on even hosts those where it can have its devices now.
     """
+    if task.hosts and not draft.board.pins(task):
+        return _make_room_on_hosts(draft, task, rule, within)
     if _make_room_there(draft, task, rule, within):
         return True
     board = draft.board
@@ -989,6 +1010,22 @@ def _make_room(
         if has_room:
             return True
     return False
+
+
+def _make_room_on_hosts(
+    draft: _DraftPlan, task: BoardTask, rule: DecisionRule, within: Branch | None
+) -> bool:
+    board = draft.board
+    if not board.policy.turns:
+        return False
+    urgent = rule.goes_first
+    places = gang_places.can_have_now(board, task, within=within, urgent=urgent)
+    if not places:
+        return False
+    board.places[task.id] = places
+    has_room = _make_room_there(draft, task, rule, within)
+    del board.places[task.id]
+    return has_room
 
 
 def _make_room_there(

@@ -11,6 +11,7 @@ from itertools import islice
 from app.core.fairness.fair_tree import Lane
 from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.device_fraction import cap_bytes
+from app.core.scheduling.gangs.even_hosts import DeviceOffer, chosen_evenly
 from app.core.scheduling.gangs.nearness import Location, depth, nearest
 
 MOST_HOSTS = 64  # most hosts, among equally good ones, whose devices are compared by nearness
@@ -85,14 +86,15 @@ class Pool:
             self.counts[self.open[id]] -= 1
 
     def fitting(self, lane: Lane) -> int:
-        """Count the free devices that fit the lane; if the lane names a host, only those on it.
+        """Count the free devices that fit the lane; if the lane names a host or places, only those
+        there.
 
         For a fraction, devices whose free part is large enough count, too.
         """
         if self.parts and lane.is_fraction:
             beside = sum(self.fits_beside(id, lane) for id in self.parts)
             return beside + sum(self.takes(id, lane) for id in self.free)
-        if lane.host is not None:
+        if lane.host is not None or lane.hosts:
             return sum(self.takes(id, lane) for id in self.free)
         if self._tells_apart(lane):
             return sum(self.fits(id, lane) for id in self.free)
@@ -113,10 +115,12 @@ class Pool:
         return len(self.open) == self.known
 
     def size(self, lane: Lane | None = None) -> int:
-        """Count the devices that accept work, free or not, and fit the lane and its host."""
+        """Count the devices that accept work, free or not, and fit the lane and its host or
+        places.
+        """
         if lane is None:
             return len(self.open)
-        if lane.host is not None:
+        if lane.host is not None or lane.hosts:
             return sum(self.takes(id, lane) for id in self.open)
         if self._tells_apart(lane):
             return sum(self.fits(id, lane) for id in self.open)
@@ -187,6 +191,16 @@ class Pool:
         inside = {host: depth(ids, lane.width, self.locations) for host, ids in free.items()}
         return min(inside, key=lambda host: (-inside[host], host), default="")
 
+    def evenly(self, lane: Lane, offers: Iterable[DeviceOffer]) -> tuple[str, ...]:
+        """Choose as many devices on each of the lane's even hosts; () if there are too few."""
+        return chosen_evenly(
+            offers,
+            hosts=lane.hosts,
+            width=lane.width,
+            sizes=Counter(self.hosts[id] for id in self.open),
+            locations=self.locations,
+        )
+
     def fits(self, id: str, lane: Lane) -> bool:
         """True if the device accepts work, has enough memory and suits the lane's choice."""
         return self.open.get(id, -1) >= lane.memory_bytes and self.meets_choice(id, lane)
@@ -198,7 +212,8 @@ class Pool:
         return choice_in(lane.choice).suits(self.traits.get(id, NO_TRAITS), id)
 
     def takes(self, id: str, lane: Lane) -> bool:
-        """True if the device may get a task of the lane: it fits the lane, its pin and its host.
+        """True if the device may get a task of the lane: it fits the lane, its pin, its host and
+        its places.
 
         A pinned task was on its device before, and may continue there even if the device's labels
         have changed.
@@ -207,6 +222,8 @@ class Pool:
             fits = id in lane.pins and self.open.get(id, -1) >= lane.memory_bytes
         else:
             fits = self.fits(id, lane)
+        if lane.hosts and not lane.pins:
+            return fits and id in lane.places
         return fits and lane.host in (None, self.hosts[id])
 
     def pins_free(self, lane: Lane) -> int:
@@ -239,6 +256,8 @@ class Pool:
             return [*lane.pins] if self.pins_free(lane) == lane.width else []
         if self.fitting(lane) < lane.width:
             return []
+        if lane.hosts:
+            return [*lane.places]
         if self.parts and lane.is_fraction and (id := self._fullest(lane, image_on, pinned)):
             return [id]
         if image_on is not None and self._first_choice(image_on, lane, pinned):
@@ -258,9 +277,9 @@ class Pool:
     def instead(self, chosen: list[str], lane: Lane, wanted: Collection[str]) -> list[str]:
         """Replace chosen devices by wanted ones that are free, suit the lane and are no larger.
 
-        A gang that was given devices near each other keeps them.
+        A gang that was given devices near each other, or as many on each host, keeps them.
         """
-        if lane.is_fraction or (lane.width > 1 and self.knows_locations):
+        if lane.is_fraction or lane.hosts or (lane.width > 1 and self.knows_locations):
             return chosen
         spare = (
             id

@@ -998,6 +998,7 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
         *_idle(world),
         *_hasty(seen, plan, now_us=world.now_us),
         *_missized(world),
+        *_uneven(world),
         *_unexplained(seen, anew),
         *_different(seen, plan, anew),
     ):
@@ -1073,6 +1074,14 @@ def _missized(world: World) -> Iterable[str]:
         most = max(task.width, task.width_max)
         if task.seats and not task.width <= len(task.seats) <= most:
             yield f"{task.id} is on {task.seats}, and not on {task.width} to {most}"
+
+
+def _uneven(world: World) -> Iterable[str]:
+    """A task on even hosts must have as many devices on each of as many hosts as it names."""
+    for task in world.tasks.values():
+        on = Counter(world.devices[device].host for device in task.seats)
+        if task.hosts and on and (len(on) != task.hosts or len({*on.values()}) > 1):
+            yield f"{task.id} is on {dict(on)}, and not evenly on {task.hosts} hosts"
 
 
 def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:

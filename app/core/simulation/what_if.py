@@ -20,6 +20,7 @@ from app.core.fairness.budget import Budget
 from app.core.fairness.fair_tree import ALL
 from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
+from app.core.scheduling.gangs.even_hosts import hosts_with
 from app.core.simulation.device_meter import Interval, Key
 from app.core.simulation.replayed_lot import LotRule
 from app.core.simulation.replayed_reservations import Maintained, ReservedFor
@@ -118,13 +119,27 @@ def _fitting(setup: Setup) -> list[Arrival]:
                 and choice.suits(device.traits)
                 for device in setup.devices
             )
-        if arrival.width > counted[need]:
+        if arrival.width > counted[need] or not _has_hosts(setup, arrival):
             out.add(arrival.task)
     found = out
     while found:
         found = {a.task for a in setup.arrivals if not out.isdisjoint(a.after)} - out
         out |= found
     return [arrival for arrival in setup.arrivals if arrival.task not in out]
+
+
+def _has_hosts(setup: Setup, arrival: Arrival) -> bool:
+    """True if as many hosts as the arrival names have its devices, as many on each."""
+    if not (choice := choice_in(arrival.choice)).hosts:
+        return True
+    on = Counter(
+        device.host
+        for device in setup.devices
+        if device.kind == arrival.kind
+        and device.memory_bytes >= arrival.memory_bytes
+        and choice.suits(device.traits)
+    )
+    return hosts_with(on, hosts=choice.hosts, width=arrival.width) >= choice.hosts
 
 
 # --- the report ---------------------------------------------------------------------------------

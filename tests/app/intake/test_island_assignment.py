@@ -202,6 +202,24 @@ class TestNew:
         assert assigned(session) == {"west"}
         assert islands(session) == {"spread": "west", "wide": None}
 
+    def test_gang_on_even_hosts_goes_to_an_island_with_as_many_devices_on_each(
+        self, session, people
+    ):
+        """Both islands have four devices: three and one, and two and two."""
+        add_island(session, "east", cpu=3)
+        add_island(session, "west", cpu=2)
+        for island, count in (("east", 1), ("west", 2)):
+            session.add(Host(name=f"{island}2", island=island))
+            session.flush()
+            for n in range(count):
+                device = {"host": f"{island}2", "island": island, "kind": "cpu"}
+                lease = {"lease_until": func.now() + LEASE, "memory_bytes": 2**30}
+                session.add(Device(id=f"{island}2.{n}", **lease, **device))
+        session.flush()
+        wide = {"devices_min": 4, "devices_max": 4, "across_hosts": True}
+        add_task(session, "even", device_choice="#2", **wide)
+        assert assigned(session) == {"west"}
+
     def test_fair_share_may_send_a_task_to_an_island_with_more_queued(self, session, people):
         """In the queue of one other tenant we have half of the devices, and not its end."""
         add_island(session, "east", cpu=2)

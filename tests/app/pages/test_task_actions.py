@@ -13,12 +13,14 @@ from app.pages.task_actions import _of_task, _widths
     ("descriptor", "widths"),
     [
         ({"run": {"job": "train:Train"}, "world_size": 4}, [2, 3, 4]),
+        ({"run": {"job": "m:J"}, "world_size": 4, "devices": {"hosts": None}}, [2, 3, 4]),
+        ({"run": {"job": "m:J"}, "world_size": 4, "devices": {"hosts": 2}}, []),
         ({"run": {"command": ["x"]}, "world_size": 4}, []),
         ({"run": {"ticket": "gang"}, "world_size": 4}, []),
         ({}, []),
     ],
 )
-def test_widths_of_a_task_that_is_no_job_of_ranks_are_none(descriptor, widths) -> None:
+def test_only_a_job_of_ranks_without_a_number_of_hosts_has_widths(descriptor, widths) -> None:
     assert list(_widths(Task(devices_min=2, descriptor=descriptor))) == widths
 
 

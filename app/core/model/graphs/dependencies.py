@@ -19,6 +19,7 @@ from app.core.model.provisions import registry_image
 from app.core.model.provisions.best_rule import OF_BEST
 from app.core.model.provisions.collectives import EXACT
 from app.core.model.provisions.resources import FIELDS, amount, told_of
+from app.core.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,10 @@ class Offer:
 
     def islands(self, wanted: Devices) -> int:
         """Count the islands that have all the devices that a task needs at the same time."""
+        if hosts := wanted.choice.hosts:
+            offer, share = self.chosen(wanted.choice), wanted.min // hosts
+            able = offer.hosts_with(share, wanted.memory_bytes)
+            return sum(n >= hosts for n in able.values())
         found = Counter[tuple[str, str]]()
         for some in self.chosen(wanted.choice).alike:
             if some.memory_bytes >= wanted.memory_bytes:
@@ -83,6 +88,18 @@ class Offer:
         for some in self.alike:
             if some.memory_bytes >= memory_bytes:
                 found[some.island] += some.devices * some.hosts
+        return found
+
+    def hosts_with(self, share: int, memory_bytes: int) -> Counter[str]:
+        """Count the hosts with `share` devices of at least `memory_bytes`, per island."""
+        devices, alike = Counter[tuple[str, str]](), dict[tuple[str, str], int]()
+        for some in self.alike:
+            if some.memory_bytes >= memory_bytes:
+                devices[some.island, some.host] += some.devices
+                alike[some.island, some.host] = some.hosts
+        found = Counter[str]()
+        for (island, host), count in devices.items():
+            found[island] += alike[island, host] * (count >= share)
         return found
 
     def together(self, memory_bytes: int) -> int:
@@ -322,6 +339,15 @@ def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
         where = "here" if len(devices) == 1 else f"on the largest {_islands(spans)}"
         told = f"{wanted.min} {wanted.kind} devices are requested, but there are {most} {where}"
         yield "devices/min", told
+    elif hosts := wanted.choice.hosts:
+        share = wanted.min // hosts
+        able = offer.hosts_with(share, wanted.memory_bytes)
+        if hosts > (most := max(able.values(), default=0)):
+            each = counted(share, f"{wanted.kind} device")
+            where = "here" if len(devices) == 1 else "on the island with the most"
+            told = f"{hosts} hosts with {each} each are requested, but {most} {where} have as many"
+            told += "; set another number of hosts, or set `across_hosts: true` instead to use any"
+            yield "devices/hosts", told
     elif wanted.min > (most := offer.together(wanted.memory_bytes)) and not wanted.across_hosts:
         told = f"no single host has more than {most}"
         if task.run.kind in PARTING:
@@ -338,7 +364,13 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
         told = (
             f"a {task.run.kind} must stay on one host; only jobs and graphs can use several hosts"
         )
-        yield "devices/across_hosts", told
+        yield "devices/hosts" if task.devices.choice.hosts else "devices/across_hosts", told
+    elif task.devices.choice.hosts and task.run.kind != "job":
+        told = (
+            f"must be 1 for a {task.run.kind}: only the ranks of a job are as many on each host; "
+            "leave it out, and set `across_hosts: true` to use any hosts"
+        )
+        yield "devices/hosts", told
     if task.world_size > RANKS_ON_A_DEVICE:
         yield "world_size", f"at most {RANKS_ON_A_DEVICE} ranks can share one device"
     if task.run.kind == "command":

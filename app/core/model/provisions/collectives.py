@@ -35,7 +35,14 @@ def read_collectives(fields: Fields, *, run_kind: str, world_size: int) -> str:
 
 
 def check_devices(
-    fields: Fields, world_size: int, *, least: int, most: int, kind: str, across_hosts: bool
+    fields: Fields,
+    world_size: int,
+    *,
+    least: int,
+    most: int,
+    kind: str,
+    across_hosts: bool,
+    hosts: int = 0,
 ) -> None:
     """Report devices that native ranks cannot have: from `least` to `most` of this kind."""
     out = f"or set `collectives: {EXACT}`, with which ranks may share a device"
@@ -49,5 +56,6 @@ def check_devices(
         told = f"must be one of {', '.join(KINDS)}, since collectives are {NATIVE}; {out}"
         fields.fault("devices/kind", told)
     elif across_hosts:
-        told = f"must be false: ranks with {NATIVE} collectives are on one host; {out}"
-        fields.fault("devices/across_hosts", told)
+        where, value = ("hosts", "1") if hosts else ("across_hosts", "false")
+        told = f"must be {value}: ranks with {NATIVE} collectives are on one host; {out}"
+        fields.fault(f"devices/{where}", told)

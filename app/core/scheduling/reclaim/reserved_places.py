@@ -9,14 +9,15 @@ forth.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from app.core.fairness.fair_tree import Branch, Lane, above, on_host
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import BoardTask
-from app.core.scheduling.board import Board
+from app.core.scheduling.board import HELD_COST, Board
+from app.core.scheduling.gangs.even_hosts import DeviceOffer
 from app.core.scheduling.reclaim import preemption
 from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
 
@@ -49,7 +50,7 @@ def place(board: Board, task: BoardTask, devices: list[str]) -> ReservedPlace | 
     is_last = any(branch.is_demoted for branch in above(leaf))
     if task.gang or is_last or preemption.shut_by(board, task) is not None:
         return None
-    waits = [board.lane(task)]
+    waits = [board.lane_in_line(task) if task.hosts else board.lane(task)]
     waits += [on_host(board.lane_in_line(task), host) for host in board.others(task)]
     places = [found for lane in waits if (found := _place(board, task, lane, devices))]
     found = min(places, key=lambda one: (one.at_s, len(one.lent)), default=None)
@@ -59,9 +60,10 @@ def place(board: Board, task: BoardTask, devices: list[str]) -> ReservedPlace | 
 def _place(board: Board, task: BoardTask, lane: Lane, devices: list[str]) -> ReservedPlace | None:
     pool, leaves_at_s = board.pools[task.kind], preemption.leaves_at_s(board, task)
     turn_over_s = partial(_turn_over_s, slice_us(board.policy, task) / 1e6)
+    suits = pool.fits if lane.hosts and not lane.pins else pool.takes
     free, held = list[str](), list[tuple[bool, float, str]]()
     for id in devices:
-        if not pool.takes(id, lane):
+        if not suits(id, lane):
             continue
         if id in pool.free or (lane.is_fraction and pool.fits_beside(id, lane)):
             free.append(id)
@@ -70,6 +72,9 @@ def _place(board: Board, task: BoardTask, lane: Lane, devices: list[str]) -> Res
             leaves_s = max(map(leaves_at_s, stays)) if own else board.now_s
             if leaves_s < NEVER:
                 held.append((own, max(leaves_s, *map(turn_over_s, stays)), id))
+    if lane.hosts and not lane.pins:
+        even = _on_even_hosts(board, lane, free, held)
+        free, held = [id for id in free if id in even], [each for each in held if each[2] in even]
     held = sorted(held)[: max(0, task.width - len(free))]
     taken = (*free[: task.width], *(id for *_, id in held))
     if len(taken) < task.width or not (free or any(not own for own, *_ in held)):
@@ -77,6 +82,19 @@ def _place(board: Board, task: BoardTask, lane: Lane, devices: list[str]) -> Res
     lent = {stay.id: stay for *_, id in held for stay in board.group(id)}
     at_s = max((board.now_s, *(at_s for _, at_s, _ in held)))
     return ReservedPlace(taken, (*lent.values(),), at_s)
+
+
+def _on_even_hosts(
+    board: Board, lane: Lane, free: Iterable[str], held: Iterable[tuple[bool, float, str]]
+) -> frozenset[str]:
+    """Return those of the reserved devices that a gang can have first, as many on each host."""
+    pool, now_s = board.pools[lane.kind], board.now_s
+    offers = [DeviceOffer(now_s, 0, (pool.open[id],), id, is_idle=True) for id in free]
+    offers += [
+        DeviceOffer(max(at_s, now_s), HELD_COST + own, (pool.open[id],), id, is_idle=False)
+        for own, at_s, id in held
+    ]
+    return frozenset(pool.evenly(lane, offers))
 
 
 def _turn_over_s(turn_s: float, stay: BoardStay) -> float:

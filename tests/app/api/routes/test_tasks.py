@@ -50,6 +50,25 @@ class TestAskedFor:
         assert {"run", "params", "devices", "max_duration_s"} <= asked.keys()
 
 
+class TestResize:
+    def test_job_on_a_number_of_hosts_keeps_its_devices(self, red, url, session):
+        task = session.scalars(select(Task)).one()
+        devices = {"min": 2, "max": 2, "hosts": 2, "across_hosts": True}
+        wide = {"world_size": 4, "devices": {**task.descriptor["devices"], **devices}}
+        run = {"run": {"job": "train:Train"}}
+        set_task(
+            session,
+            descriptor={**task.descriptor, **run, **wide},
+            devices_min=2,
+            devices_max=2,
+            across_hosts=True,
+            device_choice="#2",
+        )
+        found = problem(red.post(f"{url}/resize", json={"devices_max": 4}), 409, "conflict-state")
+        assert "as many devices on each of 2 hosts" in found["detail"]
+        assert red.get(url).json()["hosts"] == 2
+
+
 class TestOutputs:
     BODY = b"PK not really"
 

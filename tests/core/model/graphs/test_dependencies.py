@@ -173,6 +173,7 @@ def test_task_that_can_never_run_is_refused_with_advice(
         ({"job": "m:C"}, {"max": 2, "across_hosts": True}, None),
         ({"command": ["x"]}, {"across_hosts": True}, "devices/across_hosts"),
         ({"function": "m:f"}, {"across_hosts": True}, "devices/across_hosts"),
+        ({"job": "m:C"}, {"min": 2, "hosts": 1}, None),
     ],
 )
 def test_only_jobs_and_graphs_may_lie_on_several_hosts(
@@ -181,6 +182,55 @@ def test_only_jobs_and_graphs_may_lie_on_several_hosts(
     body = {"name": "t", "run": run, "world_size": 2, "devices": devices}
     faults = dependencies.unsatisfiable(tasks(body), HERE)
     assert [fault.pointer for fault in faults] == ([f"/tasks/0/{pointer}"] if pointer else [])
+
+
+TWO_HOSTS = {"cpu": Offer((Alike("a", "g", 8, 1), Alike("a", "h", 8, 2)))}
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ({"job": "m:C"}, None),
+        ({"graph": "sha256:" + "0" * 64}, "only the ranks of a job are as many on each host"),
+        ({"command": ["x"]}, "a command must stay on one host"),
+        ({"function": "m:f"}, "a function must stay on one host"),
+    ],
+)
+def test_only_jobs_may_name_a_number_of_hosts(run: dict[str, Any], told: str | None) -> None:
+    body = {"name": "t", "run": run, "world_size": 2, "devices": {"min": 2, "hosts": 2}}
+    faults = dependencies.unsatisfiable(tasks(body), TWO_HOSTS)
+    first = [(fault.pointer, told and told in fault.detail) for fault in faults][:1]
+    assert first == ([("/tasks/0/devices/hosts", True)] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "width", "told"),
+    [
+        (2, 4, None),
+        (3, 6, None),  # g, and two like h
+        (4, 8, "4 hosts with 2 cpu devices each are requested, but 3 here have as many"),
+        (2, 6, None),
+        (3, 9, "3 hosts with 3 cpu devices each are requested, but 2 here have as many"),
+        (5, 5, "5 hosts with 1 cpu device each are requested, but 4 here have as many"),
+    ],
+)
+def test_number_of_hosts_that_no_island_has_is_refused(
+    hosts: int, width: int, told: str | None
+) -> None:
+    """g has two devices, h and its like three of two sizes, and e one."""
+    alike = (
+        Alike("a", "g", 8, 2),
+        Alike("a", "h", 8, 2, hosts=2),
+        Alike("a", "h", 16, 1, hosts=2),
+        Alike("a", "e", 8, 1),
+    )
+    devices = {"min": width, "hosts": hosts}
+    body = {"name": "t", "run": {"job": "m:C"}, "world_size": width, "devices": devices}
+    faults = dependencies.unsatisfiable(tasks(body), {"cpu": Offer(alike)})
+    assert [fault.pointer for fault in faults] == (["/tasks/0/devices/hosts"] if told else [])
+    assert told is None or told in faults[0].detail
+    can = Offer(alike).islands(tasks(body).tasks[0].devices)
+    assert can == (told is None)
 
 
 @pytest.mark.parametrize(
