@@ -15,6 +15,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY app app
 COPY workers workers
 COPY migrations migrations
+COPY docs docs
 RUN pip install --no-cache-dir --constraint constraints.txt --editable ".[search]" \
     && python -m compileall -q app workers migrations  # the processes may not write beside them
 # CRIU=1: with the program that stores processes of commands, for device workers that are root

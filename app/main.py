@@ -22,8 +22,8 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
+from app.api import documentation, openapi, probes, problems
 from app.api import metrics as metric_routes
-from app.api import openapi, probes, problems
 from app.api.access import auth
 from app.api.access.scoped import operation_id
 from app.api.middleware import AtOnce, BodyLimit, KnownHosts, RequestId
@@ -78,6 +78,7 @@ def create_app() -> FastAPI:
     for router in _routers():
         app.include_router(router)
     openapi.install(app)
+    documentation.mount(app)
     site.mount(app)
     app.add_middleware(BodyLimit, limit_of=_body_limit)
     app.add_middleware(AtOnce)

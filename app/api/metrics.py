@@ -133,7 +133,7 @@ def _operation(scope: Scope) -> str:
     route = scope.get("route")
     if isinstance(route, APIRoute):
         return operation_id(route)
-    return "static" if scope["path"].startswith("/static/") else "none"
+    return "static" if scope["path"].startswith(("/static/", "/docs/")) else "none"
 
 
 # --- the page that is scraped -------------------------------------------------------------------

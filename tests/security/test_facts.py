@@ -25,7 +25,7 @@ FACTS = {
 HIDDEN = (SECRET, ADDRESS, str(PORT), "nobody-knows-this-fact")
 OTHERS = ("ten_blue", "usr_blue")
 READS = [path for method, path, *_ in ROWS if method == "GET"]
-ELSEWHERE = ("/metrics", "/readyz", "/livez", "/openapi.json")
+ELSEWHERE = ("/metrics", "/readyz", "/livez", "/openapi.json", "/llms.txt")
 PAGES = ("/ui/", "/ui/requests", "/ui/devices", "/ui/decisions", "/ui/datablocks", "/ui/members")
 
 

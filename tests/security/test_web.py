@@ -194,7 +194,7 @@ def port() -> Iterator[int]:
 @pytest.mark.parametrize(
     "target",
     ["//evil.example/", "//evil.example/ui/", "//evil.example/v1/requests/", "/\\evil.example/",
-     "/v1/requests/", "/problems/", "/static", "/static/", "/ui/requests/", "http://evil.example/ui/"],
+     "/v1/requests/", "/problems/", "/docs/", "/static", "/static/", "/ui/requests/", "http://evil.example/ui/"],
 )  # fmt: skip
 def test_no_address_redirects_to_another_host(target, port):
     got = sent(
@@ -218,7 +218,9 @@ SECRET = "def mount(app: FastAPI)"  # in app/pages/site.py
 def test_no_path_leads_out_of_the_static_files(up, port):
     assert SECRET in Path("app/pages/site.py").read_text()
     for path in (f"/static/{up}/site.py", f"/static/vendor/{up}/{up}/site.py",
-                 f"/static/{up}/{up}/{up}/{up}/{up}/{up}/etc/passwd"):  # fmt: skip
+                 f"/static/{up}/{up}/{up}/{up}/{up}/{up}/etc/passwd",
+                 f"/docs/{up}/app/pages/site.py", f"/docs/howto/{up}/{up}/app/pages/site.py",
+                 f"/docs/{up}/{up}/{up}/{up}/{up}/{up}/etc/passwd"):  # fmt: skip
         call = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         got = sent(port, call.encode())
         assert got.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 405 ")), path
