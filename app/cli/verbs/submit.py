@@ -66,6 +66,10 @@ def submit(
             " as torchrun or accelerate launch wants them",
         ),
     ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(min=1, help="with --job: hosts on which its devices lie, as many on each"),
+    ] = None,
     kind: Annotated[
         str, typer.Option(help="kind of device; each rank of a command gets an accelerator")
     ] = "cpu",
@@ -202,6 +206,7 @@ def submit(
     roundhouse submit train.py -e requirements.txt -- --epochs 2  (with packages)
     roundhouse submit folder --job train:Train -p lr=0.1
     roundhouse submit folder --job train:Train --from sweep@best
+    roundhouse submit folder --job train:Train --ranks 16 --devices 16 --hosts 2
     roundhouse submit train.py --matrix lr=1e-3,1e-4 --matrix seed=0-9 -- --lr '${matrix.lr}'
     roundhouse submit train.py --search lr=log:1e-5,1e-2 --trials 20 -- --lr '${search.lr}'
     roundhouse submit train.py --matrix seed=0-9 --stop loss@1000,3000 -- --seed '${matrix.seed}'
@@ -217,7 +222,13 @@ def submit(
     source, command = _script(source, command or [])
     run = _run(source, job, command, bundle)
     descriptor = _descriptor(
-        source, run, ranks=ranks, devices=devices, kind=kind, collectives=collectives
+        source,
+        run,
+        ranks=ranks,
+        devices=devices,
+        hosts=hosts,
+        kind=kind,
+        collectives=collectives,
     )
     if name or (run is not None and usual_name):
         descriptor["name"] = name or usual_name
@@ -347,6 +358,7 @@ _OWN_OPTIONS = {
     "--check",
     "--ranks",
     "--devices",
+    "--hosts",
     "--kind",
     "--collectives",
     "--network",
@@ -408,6 +420,7 @@ def _descriptor(
     *,
     ranks: int,
     devices: int | None,
+    hosts: int | None,
     kind: str,
     collectives: str,
 ) -> JSON:
@@ -416,9 +429,9 @@ def _descriptor(
         task: JSON = {"name": name, "type": "train", "run": run, "world_size": ranks}
         if devices is None and kind != "cpu" and "command" in run:
             devices = ranks
-        if devices is not None or kind != "cpu":
-            least = {} if devices is None else {"min": devices}
-            task["devices"] = {"kind": kind, **least}
+        given = {name: n for name, n in (("min", devices), ("hosts", hosts)) if n is not None}
+        if given or kind != "cpu":
+            task["devices"] = {"kind": kind, **given}
         if collectives:
             task["collectives"] = collectives
         return {"tasks": [task]}
@@ -426,10 +439,10 @@ def _descriptor(
         raise typer.BadParameter(
             "name what to submit: a script, a descriptor, or a folder with code"
         )
-    if ranks > 1 or devices is not None or kind != "cpu" or collectives:
+    if ranks > 1 or devices is not None or hosts is not None or kind != "cpu" or collectives:
         raise typer.BadParameter(
-            "--ranks, --devices, --kind and --collectives do not apply to a descriptor; set "
-            "world_size, devices and collectives in its tasks"
+            "--ranks, --devices, --hosts, --kind and --collectives do not apply to a descriptor; "
+            "set world_size, devices and collectives in its tasks"
         )
     from app.cli.descriptor_file import read_descriptor
 

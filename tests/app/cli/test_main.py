@@ -1196,6 +1196,11 @@ class TestWishes:
         assert "moves to local.1" in run("show", submitted).stdout
 
     def test_ranks_and_kind_are_for_what_has_no_descriptor(self, run, code):
+        wide = ("--job", "train:Train", "--ranks", "4", "--devices", "3", "--hosts", "2")
+        told = run("submit", code, *wide, "--check").stderr
+        assert "/devices/min: must be a multiple of hosts" in told
+        assert "got min 3 and hosts 2" in told
+        assert run("submit", code, "--hosts", "2").exit_code == 2
         assert run("submit", code, "--ranks", "2").exit_code == 2
         assert run("submit", code, "--kind", "cuda").exit_code == 2
         words = ("--ranks", "2", "--kind", "cuda", "--", "python", "train.py")

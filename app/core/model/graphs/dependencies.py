@@ -345,7 +345,8 @@ def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
         if hosts > (most := max(able.values(), default=0)):
             each = counted(share, f"{wanted.kind} device")
             where = "here" if len(devices) == 1 else "on the island with the most"
-            told = f"{hosts} hosts with {each} each are requested, but {most} {where} have as many"
+            told = f"{hosts} hosts with {each} each are requested, but {most} {where} "
+            told += "has as many" if most == 1 else "have as many"
             told += "; set another number of hosts, or set `across_hosts: true` instead to use any"
             yield "devices/hosts", told
     elif wanted.min > (most := offer.together(wanted.memory_bytes)) and not wanted.across_hosts:

@@ -211,6 +211,7 @@ def test_only_jobs_may_name_a_number_of_hosts(run: dict[str, Any], told: str | N
         (4, 8, "4 hosts with 2 cpu devices each are requested, but 3 here have as many"),
         (2, 6, None),
         (3, 9, "3 hosts with 3 cpu devices each are requested, but 2 here have as many"),
+        (2, 8, "2 hosts with 4 cpu devices each are requested, but 0 here have as many"),
         (5, 5, "5 hosts with 1 cpu device each are requested, but 4 here have as many"),
     ],
 )
