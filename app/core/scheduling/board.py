@@ -735,7 +735,7 @@ class Board:
 
     def _even_places(self, pool: Pool, here: Lane) -> tuple[str, ...]:
         """Choose devices on even hosts: free ones if they are enough, or else also those that can
-        be returned, and then any.
+        be returned, then those that their tasks can leave for others, and then any.
         """
         idle = list(self.idle_offers(pool, here))
         if places := pool.evenly(here, idle):
@@ -744,8 +744,13 @@ class Board:
         for id, memory_bytes in pool.open.items():
             if id not in pool.free and pool.fits(id, here):
                 at_s, cost = (self.now_s, LENT_COST) if id in lent else (NEVER, HELD_COST)
-                held.append(DeviceOffer(at_s, cost, (memory_bytes,), id, is_idle=False))
+                order = (not self._could_be_left(id), memory_bytes)
+                held.append(DeviceOffer(at_s, cost, order, id, is_idle=False))
         return pool.evenly(here, [*idle, *held])
+
+    def _could_be_left(self, id: str) -> bool:
+        """True if all tasks on the device can be moved off it."""
+        return all(len(stay.devices) == 1 and stay.task.movable for stay in self.group(id))
 
     def idle_offers(self, pool: Pool, here: Lane) -> Iterator[DeviceOffer]:
         """Yield the free devices that suit a lane of even hosts.

@@ -127,6 +127,13 @@ def test_job_that_can_never_start_is_left_out_with_its_dependents() -> None:
     assert [w["devices"] for w in told["widths"]] == ["2-7"]
 
 
+def test_gang_on_more_hosts_than_have_its_devices_is_left_out() -> None:
+    hosts = [BoardDevice(id=f"{h}{n}", host=h, kind="cpu") for h, n in ("g1", "g2", "g3", "h1")]
+    fits, wide = (replace(arrival(f"a{n}", 5), width=n, choice="#2") for n in (2, 4))
+    _, told = run(replace(setup(fits, wide), devices=hosts))
+    assert (told["left_out"], told["finished"]) == (1, 1)
+
+
 def test_quantiles_are_values_that_occurred() -> None:
     # nearest rank of 1..10: ceil(0.5 * 10) = the 5th, ceil(9.5) = the 10th
     ten = [float(n) for n in range(1, 11)]

@@ -68,6 +68,20 @@ def test_all_tasks_in_the_way_of_a_gang_move_or_none() -> None:
     assert wished("a . .", "b", 8, 8, 4, b=gang) == [("a", "d2")]
 
 
+def test_task_leaves_the_host_where_a_gang_needs_as_many_devices_as_elsewhere() -> None:
+    """On h a task that cannot move holds one device, and either of the others would do."""
+    gang = {"width": 4, "choice": "#2", "across_hosts": True}
+    for cells in ("c a . . . .", "a c . . . ."):
+        holders = {"a": {"movable": True}, "c": {"movable": False}}
+        used = {"b": 100.0}
+        drawn = island(cells, queue="b", tasks={**holders, "b": gang}, used=used)
+        hosts = dict(zip(drawn.devices, "hhhggg", strict=True))
+        devices = {id: replace(one, host=hosts[id]) for id, one in drawn.devices.items()}
+        board = Board.of(replace(drawn, devices=devices), now_s=NOW_S)
+        assert cycle(board).decisions == ()
+        assert moves(board) == [("a", "d5")]  # the gang takes d3 and d4
+
+
 def test_only_one_move_at_a_time_for_each_kind() -> None:
     moving = {"c": {"moves_to": "d2"}}
     assert wished("a c . .", "b", 8, 8, 4, 4, b=BIG, **moving) == []
