@@ -10,7 +10,7 @@ TORCH := 2.13.0
 # Each process would compile all it imports again where this forbids Python to keep what it compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu client setup browser skopeo
+.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu client clients setup browser skopeo
 
 demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with simulated accelerators
 	$(BIN)/python -m examples.$(if $(SIM),accelerators,demo)
@@ -63,6 +63,9 @@ client: setup  ## a wheel of the command alone, without torch and the service, i
 	rm -rf client/build client/dist
 	$(BIN)/uv build --quiet --wheel --python $(BIN)/python client --out-dir client/dist
 	@ls client/dist/*.whl
+
+clients: setup  ## clients that generators make of docs/openapi.json: types, and a task with each
+	$(BIN)/python -m pytest -q -m long tests/acceptance/test_generated_clients.py
 
 setup: $(STAMP) $(SIMULATOR)
 

@@ -667,12 +667,10 @@ _TASK = _object(
             "type": "object",
             "minProperties": 1,
             "maxProperties": MOST_KEYS + 1,
-            "additionalProperties": {
-                "anyOf": [
-                    *_VALUES,
-                    {"type": "array", "maxItems": MOST_EXCLUDED, "items": {"type": "object"}},
-                ]
+            "properties": {
+                EXCLUDE: {"type": "array", "maxItems": MOST_EXCLUDED, "items": {"type": "object"}}
             },
+            "additionalProperties": {"anyOf": _VALUES},
             "description": "makes the task a lot with a member for each combination of the values:"
             f" of each key a list, or a range such as `0-9`; at most {MOST_COMBINATIONS}"
             f" combinations. Keys go in the order of the alphabet, the last varies fastest."

@@ -239,13 +239,18 @@ def leaves(schema: JSON, path: Place = ()) -> Iterator[Place]:
     A graph inside a task is one field: its own are those of `GRAPH_FIELDS`.
     """
     schema = resolved(schema)
-    if "properties" in schema and path[-1:] != ("graph",):
+    if has_named_fields(schema) and path[-1:] != ("graph",):
         for name, inner in schema["properties"].items():
             yield from leaves(inner, (*path, name))
     elif "$ref" in schema.get("items", {}):
         yield from leaves(schema["items"], (*path, "*"))
     else:
         yield path
+
+
+def has_named_fields(schema: JSON) -> bool:
+    """Return whether all fields of this object have names; in a matrix the tenant names them."""
+    return "properties" in schema and not schema.get("additionalProperties")
 
 
 def resolved(schema: JSON) -> JSON:

@@ -68,6 +68,7 @@ from tests.app.every_field import (
     Place,
     at,
     given,
+    has_named_fields,
     resolved,
 )
 
@@ -549,7 +550,7 @@ PARTIAL: dict[Place, str] = {("run",): "one kind", ("resources",): "limits that 
 def _objects(schema: JSON, path: Place = ()) -> Iterator[tuple[Place, set[str]]]:
     """Yield each object of a task's schema, with the names of its fields."""
     found = resolved(schema)
-    if "properties" in found and path[-1:] != ("graph",):
+    if has_named_fields(found) and path[-1:] != ("graph",):
         yield path, set(found["properties"])
         for name, inner in found["properties"].items():
             yield from _objects(inner, (*path, name))

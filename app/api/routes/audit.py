@@ -66,12 +66,12 @@ class AuditEventOut(Out):
     hash: str
 
 
-class Head(Out):
+class ChainHead(Out):
     id: int
     hash: str
 
 
-class Broken(Out):
+class BrokenEntry(Out):
     id: int
     detail: str
 
@@ -86,11 +86,13 @@ class Verification(Out):
     )
     intact: bool
     checked: int = Field(description="Number of valid records after the known record.")
-    head: Head | None = Field(description="The last valid record; null if there is none.")
+    head: ChainHead | None = Field(description="The last valid record; null if there is none.")
     known: str | None = Field(
         description="The head of the chain; pass it as `known` to the next verification."
     )
-    broken: Broken | None = Field(description="The first invalid record, and why it is invalid.")
+    broken: BrokenEntry | None = Field(
+        description="The first invalid record, and why it is invalid."
+    )
 
 
 # --- looking ------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class SimulationIn(In):
     )
 
 
-class Spread(Out):
+class WaitSpread(Out):
     """Statistics of waits, in seconds; null if no task ended."""
 
     mean: float | None
@@ -134,12 +134,12 @@ class Figures(Out):
     finished: int
     pauses: int
     resizes: int
-    wait_s: Spread
-    lost_s: Spread
+    wait_s: WaitSpread
+    lost_s: WaitSpread
     slowdown: Slowdown
 
 
-class OfTenant(Figures):
+class SimulatedTenant(Figures):
     """`share` of all device time, `fair_share` the part owed, `share_error` the difference."""
 
     tenant: str
@@ -150,11 +150,11 @@ class OfTenant(Figures):
     share_error: float
 
 
-class OfWidth(Figures):
+class SimulatedWidth(Figures):
     devices: str = Field(description="Devices of a job: 1, 2-7, 8-15 or 16+.")
 
 
-class OverTime(Out):
+class HeldOverTime(Out):
     """Mean devices wanted by all and held by each tenant, in intervals of `every_s`."""
 
     every_s: float
@@ -162,7 +162,7 @@ class OverTime(Out):
     held: dict[str, list[float]]
 
 
-class Run(Figures):
+class SimulatedRun(Figures):
     run: Literal["as is", "what if"]
     policy: str
     devices: dict[str, int]
@@ -174,10 +174,10 @@ class Run(Figures):
         description="Mean fraction of the devices that one tenant was entitled to while they were "
         "held by another or idle."
     )
-    tenants: list[OfTenant]
-    widths: list[OfWidth]
+    tenants: list[SimulatedTenant]
+    widths: list[SimulatedWidth]
     lost_curve_s: list[float] = Field(description="101 quantiles of lost_s, in ascending order.")
-    over_time: OverTime
+    over_time: HeldOverTime
 
 
 _SPREAD = {"mean": 40.0, "p50": 30.0, "p95": 120.0, "p99": 180.0, "max": 200.0}
@@ -230,7 +230,7 @@ class SimulationOut(Out):
     left_out: int
     since: datetime | None
     until: datetime | None
-    runs: list[Run]
+    runs: list[SimulatedRun]
 
 
 @router.post(

@@ -81,7 +81,7 @@ def events(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Against:
+class OtherTask:
     """Describes the other task of a decision: it pays for the move, or the move is made for it.
 
     If that task is another tenant's, nothing else about it is given.
@@ -112,7 +112,7 @@ class Decided:
     task_id: str
     task: str
     devices: tuple[str, ...]
-    against: Against | None
+    against: OtherTask | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ def _decided(row: Any) -> Decided:
     against = None
     if rival is not None:
         shown = (owner, made.against, rival) if visible else ("another tenant", None, None)
-        against = Against(tenant=shown[0], task_id=shown[1], task=shown[2])
+        against = OtherTask(tenant=shown[0], task_id=shown[1], task=shown[2])
     return Decided(
         id=made.id,
         at=made.at,
