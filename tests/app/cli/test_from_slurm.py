@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import func, text, update
 
 from app.core.model.provisions import notice
-from app.db.models import Device, Request, Task, Webhook
+from app.db.models import Device, Host, Request, Task, Webhook
 from app.db.transactions import transaction
 from app.messaging.live_updates import changes
 from tests import command_line
@@ -40,6 +40,7 @@ REFUSED = {
 WAITING = {"submit train.py --watch", "logs train --follow"}
 
 
+JOB = "class Train:\n    def step(self, ctx):\n        ctx.finish()\n"
 FACTS = {
     "sandbox": "off",
     "model": "NVIDIA H100 80GB HBM3",
@@ -58,11 +59,13 @@ BEFORE = {
 
 @pytest.fixture
 def folder(server, tmp_path, monkeypatch):  # noqa: F811
-    """A folder with what the page submits, as a member of red; there are four cuda devices."""
+    """A folder with what the page submits, as a member of red; there are four cuda devices on
+    each of two hosts.
+    """
     here = tmp_path / "here"
     (here / "code").mkdir(parents=True)
     for path in ("train.py", "work.py", "eval.py", "job.sh", "code/train.py"):
-        (here / path).write_text("")
+        (here / path).write_text(JOB if path == "code/train.py" else "")
     (here / "request.yaml").write_text(DESCRIPTOR)
     monkeypatch.chdir(here)
     monkeypatch.setenv("ROUNDHOUSE_URL", server.url)
@@ -73,8 +76,15 @@ def folder(server, tmp_path, monkeypatch):  # noqa: F811
         sealed = {"kind": "mail", "key_id": "k", "encrypted": b""}
         session.add(Webhook(id="chn_1", name="team-mail", **hook, **sealed))
         old = session.get_one(Device, "h.0")
-        for number in range(4):
-            about = {"host": "h", "island": "isle", "kind": "cuda", "memory_bytes": 80 * 10**9}
+        session.add(Host(name="g", island="isle"))
+        session.flush()
+        for number in range(8):
+            about = {
+                "host": "hg"[number // 4],
+                "island": "isle",
+                "kind": "cuda",
+                "memory_bytes": 80 * 10**9,
+            }
             id = f"h.{number + 2}"
             session.add(Device(id=id, lease_until=old.lease_until, facts=FACTS, **about))
     return here
