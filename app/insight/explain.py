@@ -48,7 +48,7 @@ from app.core.scheduling.blockers import WaitingBefore, WaitingBranch, before
 from app.core.scheduling.board import MILLI, Board
 from app.db import gc_freeze, transactions
 from app.db.lines import IN_LINE
-from app.db.models import Island, Lot, Placement, Reservation, ReservationWindow
+from app.db.models import Island, Lot, Placement
 from app.db.models import Request as RequestRow
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
@@ -741,13 +741,14 @@ class _Answer:
         """Return when the last window in force ends that reserves devices of the task's kind for
         others; 0 if there is none.
         """
-        query = select(func.max(ReservationWindow.ends_at)).join(
-            Reservation, Reservation.id == ReservationWindow.reservation_id
+        path = self.board.path_of(task.tenant)
+        ends_s = (
+            window.ends_s
+            for window in self._windows
+            if window.in_force and task.kind in window.number_by_kind
+            if window.owners and window.owners[0] not in path
         )
-        others = Reservation.tenant_id.not_in(self.board.path_of(task.tenant))
-        here = Reservation.island == self.picture.island, Reservation.devices.has_key(task.kind)
-        ends_at = self.session.scalar(query.where(ReservationWindow.in_force, others, *here))
-        return float(ends_at.timestamp()) if ends_at else 0.0
+        return max(ends_s, default=0.0)
 
     def _expected(
         self,

@@ -309,19 +309,18 @@ def _foreseeing(
     """
     withheld, free = list[WithheldDevices](), scene.free
     for window in windows:
-        begins_s, in_force = window.begins_s - board.now_s, window.begins_s <= board.now_s
         if window.owners:
             owner, number = _owner(window, board, task), window.number_by_kind.get(task.kind, 0)
-            if in_force:  # what its tasks do not want is lent
+            if window.in_force:  # what its tasks do not want is lent
                 number = min(number, _wanted(scene, owner))
         else:
-            owner, number = _NOBODY, _maintained(window, board, task.kind, in_force=in_force)
-            free += number if in_force else 0
+            owner, number = _NOBODY, _maintained(window, board, task.kind)
+            free += number if window.in_force else 0
         if number:
             each = WithheldDevices(
                 tenant=owner,
                 number=number,
-                begins_s=begins_s / stretch,
+                begins_s=0.0 if window.in_force else (window.begins_s - board.now_s) / stretch,
                 ends_s=(window.ends_s - board.now_s) / stretch,
             )
             withheld.append(each)
@@ -345,12 +344,13 @@ def _wanted(scene: Scene, tenant: str) -> int:
     return waiting and waiting + holding
 
 
-def _maintained(window: WindowAhead, board: Board, kind: str, *, in_force: bool) -> int:
+def _maintained(window: WindowAhead, board: Board, kind: str) -> int:
     """Return how many devices of a kind are out of service in a window; if it is in force, those
     that are empty already.
     """
     known = (board.devices[id] for id in window.ids if id in board.devices)
-    return sum(each.kind == kind and not (in_force and each.id in board.seated) for each in known)
+    still_held = board.seated if window.in_force else ()
+    return sum(each.kind == kind and each.id not in still_held for each in known)
 
 
 def _slice_s(board: Board, task: BoardTask) -> float:

@@ -21,11 +21,12 @@ class WindowAhead(NamedTuple):
     instant up to another, in seconds since 1970.
 
     `owners` are the tenant and those above it. Without a tenant it is the maintenance of the
-    devices in `ids`.
+    devices in `ids`. `in_force` says whether islands know that it has begun.
     """
 
     begins_s: float
     ends_s: float
+    in_force: bool
     owners: Sequence[str]
     user: str | None
     number_by_kind: Mapping[str, int]
@@ -45,7 +46,7 @@ def windows_ahead(
     """
     now = transactions.now(session)
     columns = (
-        ReservationWindow.begins_at, ReservationWindow.ends_at,
+        ReservationWindow.begins_at, ReservationWindow.ends_at, ReservationWindow.in_force,
         Reservation.tenant_id, Reservation.user_id, Reservation.devices, Reservation.device_ids,
     )  # fmt: skip
     query = (
@@ -63,10 +64,11 @@ def windows_ahead(
         WindowAhead(
             begins_at.timestamp(),
             ends_at.timestamp(),
+            in_force,
             tuple(path_of(tenant)) if tenant else (),
             user,
             devices,
             ids,
         )
-        for begins_at, ends_at, tenant, user, devices, ids in session.execute(query)
+        for begins_at, ends_at, in_force, tenant, user, devices, ids in session.execute(query)
     ]

@@ -89,7 +89,7 @@ ONE_DEVICE = ("function", "command")
 MAX_TASKS = 1000
 MAX_MATRICES = 16  # most tasks of a request that have a matrix or a search
 MAX_ISLANDS = 64
-MAX_RANKS = 100_000
+MAX_RANKS = 100_000  # of a task, and most devices of a command that starts its own ranks
 MAX_PARAMS_BYTES = 256 * 1024  # most bytes of a task's parameters as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
 MAX_COMMAND_BYTES = 64 * 1024

@@ -998,12 +998,14 @@ def _make_room(
     Returns False if too few tasks give way. For a one-host task every host with enough devices is
     tried, and for a task on even hosts those where it can have its devices now.
     """
-    if task.hosts and not draft.board.pins(task):
+    board = draft.board
+    if not board.policy.turns:
+        return False
+    if task.hosts and not board.pins(task):
         return _make_room_on_hosts(draft, task, rule, within)
     if _make_room_there(draft, task, rule, within):
         return True
-    board = draft.board
-    for host in board.others(task) if board.policy.turns else ():
+    for host in board.others(task):
         board.sought[task.id] = host
         has_room = _make_room_there(draft, task, rule, within)
         del board.sought[task.id]
@@ -1016,10 +1018,7 @@ def _make_room_on_hosts(
     draft: _DraftPlan, task: BoardTask, rule: DecisionRule, within: Branch | None
 ) -> bool:
     board = draft.board
-    if not board.policy.turns:
-        return False
-    urgent = rule.goes_first
-    places = gang_places.can_have_now(board, task, within=within, urgent=urgent)
+    places = gang_places.can_have_now(board, task, within=within, urgent=rule.goes_first)
     if not places:
         return False
     board.places[task.id] = places
@@ -1032,8 +1031,6 @@ def _make_room_there(
     draft: _DraftPlan, task: BoardTask, rule: DecisionRule, within: Branch | None
 ) -> bool:
     board = draft.board
-    if not board.policy.turns:
-        return False
     if task.graph and not rule.goes_first and time_sharing.has_a_place(board, task):
         return False
     urgent = rule.goes_first
